@@ -78,7 +78,7 @@ HOMES = {
 # standard library, contracts, and one another.
 PURE = (
     *("core/fair_queue.py", "engine/scheduler.py", "engine/merge_policy.py"),
-    *("kv/block_pool.py", "kv/prefix_keys.py", "kv/memory_budget.py"),
+    *("kv/block_pool.py", "kv/memory_budget.py"),
     *(
         f"cluster/membership/{name}.py"
         for name in ("anti_entropy", "connection", "dialer", "events", "messages", "protocol", "swim")

@@ -207,8 +207,7 @@ def _add_cluster(kinds: Any) -> None:
 def _cluster(args: argparse.Namespace) -> int:
     from caraserve.bench.simulator.command import ClusterOptions, bench_cluster
 
-    values = {name: getattr(args, name) for name in ClusterOptions.__slots__}
-    options = ClusterOptions(**values | {"profile": tuple(args.profile), "instances": tuple(args.instances)})
+    options = ClusterOptions(**{name: getattr(args, name) for name in ClusterOptions.__slots__})
     return bench_cluster(options, LoadOptions.from_args(args), _arguments(args))
 
 

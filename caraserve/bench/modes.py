@@ -9,24 +9,24 @@ import argparse
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from statistics import mean
+from typing import TypeAlias
 
 from caraserve.bench.capacity import measure_capacity, objective, probe_spec, rate_here
-from caraserve.bench.client.dialects import PromptEmbeds
-from caraserve.bench.client.endpoint import adapter_loads, find_endpoint
-from caraserve.bench.client.player import LoadSettings
-from caraserve.bench.mode_loads import ModeLoads, mode_loads
-from caraserve.bench.mode_servers import ModeServers, WarmServer
+from caraserve.bench.client.dialects import LoadSettings, PromptEmbeds
+from caraserve.bench.client.endpoint import Endpoint, adapter_loads, find_endpoint
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
 from caraserve.bench.records import Run, ServerUse, Workload
 from caraserve.bench.runner import BenchmarkRunner, TimeLeft, interruptible
 from caraserve.bench.serve import Measurements, keep_measured
 from caraserve.bench.servers import (
+    OwnServer,
     Synthetic,
     api_key_in,
     busy_s,
@@ -37,7 +37,7 @@ from caraserve.bench.servers import (
     working_folder,
 )
 from caraserve.bench.synthetic import SHAPES
-from caraserve.bench.workload.build import WorkloadSpec
+from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.errors import ConfigError
 
 BASELINE = "cached"
@@ -45,6 +45,7 @@ _ALL_ON_DEVICE = ("cached", "merged")
 _TRIES = 3
 _SERVER_START_S = 15.0  # about, with a model of 100 million parameters
 _CALM_PATIENCE_S = 20
+_GROWTH = 1.5  # a server's memory after its runs ÷ that after its start, at most: KV blocks are touched on first use
 _ALONE_REQUESTS = 12  # sent one after another, to measure the CPU time of one
 
 
@@ -74,6 +75,134 @@ def modes_options(args: argparse.Namespace) -> tuple[ModesOptions, LoadOptions, 
     return options, LoadOptions.from_args(args), ReportOptions.from_args(args)
 
 
+# --- the loads ---
+
+
+@dataclass(frozen=True, slots=True)
+class ModeLoads:
+    """The requests of every repeat. `order`: in which adapters are dealt, round after round, where no request is to
+    find its adapter on the device; otherwise empty."""
+
+    repeats: tuple[Workload, ...]
+    order: tuple[int, ...] = ()
+
+    def used(self) -> list[int]:
+        """Returns the adapters that requests use, by index."""
+        found = {request.adapter for load in self.repeats for request in load.requests}
+        return sorted(adapter for adapter in found if adapter is not None)
+
+    def held_before(self, repeat: int, resident: int) -> list[int]:
+        """Returns the `resident` adapters to request last before a repeat, so that the device holds them.
+
+        Where no request is to find its adapter on the device, they are those that were dealt last: with adapters of
+        equal rank, of which the device drops the least recently used, the repeat then finds none. Otherwise they are
+        the last by index.
+        """
+        count = len(self.repeats[0].ranks)
+        resident = min(resident, count)
+        if not self.order:
+            return list(range(count - resident, count))
+        first = sum(len(load.requests) for load in self.repeats[:repeat])
+        return [self.order[(first - back) % count] for back in range(resident, 0, -1)]
+
+
+def mode_loads(spec: WorkloadSpec, repeats: int) -> ModeLoads:
+    """Builds the requests of each repeat with a seed of its own. Raises ConfigError.
+
+    Where adapters leave the device after use, they are dealt in one order, which each repeat continues where the one
+    before ended: an adapter is requested again only after all others.
+    """
+    loads = [build(replace(spec, seed=spec.seed + repeat)) for repeat in range(repeats)]
+    if not spec.popularity.drops_after_use or not loads[0].ranks:
+        return ModeLoads(tuple(loads))
+    first = dict.fromkeys(request.adapter for request in loads[0].requests if request.adapter is not None)
+    order = *first, *(adapter for adapter in range(len(loads[0].ranks)) if adapter not in first)
+    dealt = cycle(order)
+    for index, load in enumerate(loads):
+        requests = tuple(replace(request, adapter=next(dealt)) for request in load.requests)
+        loads[index] = replace(load, requests=requests)
+    return ModeLoads(tuple(loads), order)
+
+
+# --- the servers ---
+
+
+@dataclass(frozen=True, slots=True)
+class ModeVariant:
+    """A loading mode with a LoRA kernel. `label` omits the kernel if it is the first of those requested."""
+
+    mode: str
+    kernel: str | None  # None: the server's own choice
+    label: str
+
+
+def mode_variants(options: ModesOptions) -> list[ModeVariant]:
+    """Returns every mode with every kernel; kernels alternate within a mode, so that drift affects them alike."""
+    if not options.lora_kernels:
+        return [ModeVariant(mode, None, mode) for mode in options.modes]
+    first = options.lora_kernels[0]
+    return [
+        ModeVariant(mode, kernel, mode if kernel == first else f"{mode} {kernel}")
+        for mode in options.modes
+        for kernel in options.lora_kernels
+    ]
+
+
+WarmServer: TypeAlias = tuple[OwnServer, Endpoint]
+
+
+class ModeServers:
+    """Gives each run the server of its variant.
+
+    A machine's speed drifts within minutes: by 15 % from one setting to the next, in one measurement. So short runs of
+    all variants should alternate, which a start of 10 to 20 s before every run would prevent. Servers that together
+    need more memory than there is run one at a time. `count`: of variants. `keep` is False where servers cannot run
+    at the same time, as on one GPU.
+    """
+
+    def __init__(
+        self, start: Callable[[ModeVariant], AbstractAsyncContextManager[WarmServer]], count: int, keep: bool
+    ) -> None:
+        self._start, self._count, self._keep = start, count, keep
+        self._stack = AsyncExitStack()
+        self._running: dict[ModeVariant, WarmServer] = {}
+
+    async def __aenter__(self) -> "ModeServers":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    @asynccontextmanager
+    async def serve(self, variant: ModeVariant) -> AsyncIterator[WarmServer]:
+        """Yields a warm server of a variant. Raises BackendFailed and Interrupted as `own_server` does."""
+        if variant not in self._running:
+            async with AsyncExitStack() as starting:
+                warm = await starting.enter_async_context(self._start(variant))
+                if not self._keep_running(warm[0]):
+                    yield warm
+                    return
+                self._running[variant] = warm
+                self._stack.push_async_exit(starting.pop_all().__aexit__)
+        yield self._running[variant]
+
+    def _keep_running(self, server: OwnServer) -> bool:
+        """Returns whether servers are kept; the first one's memory decides for all."""
+        if self._keep and not self._running:
+            needed_bytes = (self._count - 1) * _GROWTH * server.memory_bytes()
+            self._keep = needed_bytes < available_bytes()
+        return self._keep
+
+
+def available_bytes() -> int:
+    """Returns the memory that programs can use without swapping."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return next(1024 * int(words[1]) for words in lines if words[0] == "MemAvailable:")
+
+
+# --- the benchmark ---
+
+
 async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> Measurements:
     """Runs every mode in every repeat. Raises ConfigError or BackendFailed."""
     if BASELINE not in options.modes:
@@ -98,11 +227,15 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
         for note in measured.notes:
             runner.log(note)
         variants = mode_variants(options)
-        runner.time_left = _time_left(bench.loads, len(variants), closed=load.concurrency is not None)
+        load_s = mean(one.requests[-1].at_s for one in bench.loads.repeats)
+        open_s = None if load.concurrency is not None or load_s == 0 else load_s  # None: answers decide
+        start_s = len(variants) * _SERVER_START_S
+        runner.time_left = TimeLeft(len(variants), options.repeats, open_s, start_s, time.monotonic)
         if not runner.stopped.is_set():
             runner.log(runner.time_left.outline())
         start = partial(_warm_server, runner, bench)
-        async with ModeServers(start, len(variants), _run_together(options)) as servers:
+        together = device_of(options.serve) == "cpu"  # on a GPU, each server takes the memory
+        async with ModeServers(start, len(variants), together) as servers:
             for repeat in range(options.repeats):
                 turn = repeat % len(variants)
                 for variant in (*variants[turn:], *variants[:turn]):
@@ -112,35 +245,6 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
     labels = [variant.label for variant in variants]
     measured.runs.sort(key=lambda run: (run.label != BASELINE, labels.index(run.label)))
     return measured
-
-
-def _time_left(loads: ModeLoads, variants: int, *, closed: bool) -> TimeLeft:
-    """Returns the prediction before the first run. In a closed loop, or if all requests arrive at once, answers decide
-    how long a run takes."""
-    load_s = mean(load.requests[-1].at_s for load in loads.repeats)
-    open_s = None if closed or load_s == 0 else load_s
-    return TimeLeft(variants, len(loads.repeats), open_s, variants * _SERVER_START_S, time.monotonic)
-
-
-@dataclass(frozen=True, slots=True)
-class ModeVariant:
-    """A loading mode with a LoRA kernel. `label` omits the kernel if it is the first of those requested."""
-
-    mode: str
-    kernel: str | None  # None: the server's own choice
-    label: str
-
-
-def mode_variants(options: ModesOptions) -> list[ModeVariant]:
-    """Returns every mode with every kernel; kernels alternate within a mode, so that drift affects them alike."""
-    if not options.lora_kernels:
-        return [ModeVariant(mode, None, mode) for mode in options.modes]
-    first = options.lora_kernels[0]
-    return [
-        ModeVariant(mode, kernel, mode if kernel == first else f"{mode} {kernel}")
-        for mode in options.modes
-        for kernel in options.lora_kernels
-    ]
 
 
 def _check(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> None:
@@ -153,11 +257,6 @@ def _check(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> N
         raise ConfigError("--load-share chooses the emulated link; give it or --emulate-link-mb-per-s")
     if options.cores_used is not None and (load.request_rate is not None or load.rate_scale is not None):
         raise ConfigError("--cores-used chooses the rate; give it or a rate")
-
-
-def _run_together(options: ModesOptions) -> bool:
-    """Returns whether servers of several modes can run at the same time: not on a GPU, whose memory each one takes."""
-    return device_of(options.serve) == "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +342,7 @@ def _prepared(options: ModesOptions, load: LoadOptions, folder: Path, notes: lis
 async def _run(
     runner: BenchmarkRunner,
     bench: _Prepared,
-    servers: ModeServers[ModeVariant],
+    servers: ModeServers,
     variant: ModeVariant,
     repeat: int,
     notes: list[str],

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -39,7 +39,7 @@ class LoadOptions:
     random_output_len: int | None
     arrivals: str | None
     burstiness: float | None
-    request_rate: tuple[float, ...] | None
+    request_rate: Sequence[float] | None
     rate_scale: float | None  # None: 1; NaN: by this machine's capacity
     scale: float
     num_prompts: int | None
@@ -81,15 +81,10 @@ class LoadOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
-        values = {name: getattr(args, name) for name in cls.__slots__}
-        if values["request_rate"] is not None:
-            values["request_rate"] = tuple(values["request_rate"])
-        options = cls(**values)
-        options._check()
-        return options
+        """Returns the options that a parser has found. Raises ConfigError for options that contradict each other."""
+        return cls(**{name: getattr(args, name) for name in cls.__slots__})
 
-    def _check(self) -> None:
-        """Raises ConfigError for options that contradict each other."""
+    def __post_init__(self) -> None:
         pairs = (
             ("--rate-scale auto", self.auto_rate, "--request-rate", self.request_rate),
             ("--burstiness", self.burstiness, "--arrivals", self.arrivals),
@@ -128,11 +123,17 @@ class LoadOptions:
         spec = self._changed(spec, trace)
         if spec.rate is None and spec.arrivals.natural_rate is None:
             spec = replace(spec, rate=_RATE)
-        return self._scaled(spec)
+        rate = 1.0 if self.rate_scale is None or self.auto_rate else self.rate_scale
+        fewer = min(1.0, _MOST_SCALED_ADAPTERS / max(1, spec.adapters)) if self.scale < 1.0 else 1.0
+        return replace(spec, scale=Scale(rate=rate, adapters=fewer))
 
     def _changed(self, spec: WorkloadSpec, trace: Trace | None) -> WorkloadSpec:
         """Replaces the preset's values by the given options."""
-        if (lengths := self._lengths()) is not None:
+        lengths = self.lengths
+        if self.random_input_len is not None or self.random_output_len is not None:
+            prompt, output = _LENGTHS.removeprefix("fixed:").split("/")
+            lengths = f"fixed:{self.random_input_len or prompt}/{self.random_output_len or output}"
+        if lengths is not None:
             spec = replace(spec, lengths=parse_lengths(lengths, trace))
         arrivals = self.arrivals if self.burstiness is None else f"gamma:{self.burstiness:g}"
         if arrivals is not None:
@@ -149,17 +150,6 @@ class LoadOptions:
         if self.ranks is not None:
             spec = replace(spec, ranks=self.ranks)
         return replace(spec, max_context=self.max_model_len)
-
-    def _lengths(self) -> str | None:
-        if self.random_input_len is None and self.random_output_len is None:
-            return self.lengths
-        prompt, output = _LENGTHS.removeprefix("fixed:").split("/")
-        return f"fixed:{self.random_input_len or prompt}/{self.random_output_len or output}"
-
-    def _scaled(self, spec: WorkloadSpec) -> WorkloadSpec:
-        rate = 1.0 if self.rate_scale is None or self.auto_rate else self.rate_scale
-        fewer = min(1.0, _MOST_SCALED_ADAPTERS / max(1, spec.adapters)) if self.scale < 1.0 else 1.0
-        return replace(spec, scale=Scale(rate=rate, adapters=fewer))
 
     def sized(self, spec: WorkloadSpec) -> WorkloadSpec:
         """Returns `spec` with a length scaled by --scale, but for at least 100 requests. The rate must be known."""
@@ -197,20 +187,17 @@ def _plain_spec(trace: Trace | None, adapters: int, seed: int) -> WorkloadSpec:
     if isinstance(trace, RateTrace):
         trace = server_share(trace, adapters, seed)
     from_trace = trace is not None
+    has_adapters = isinstance(trace, RateTrace) or (trace is not None and trace.adapters is not None)
     return WorkloadSpec(
         lengths=parse_lengths("trace" if from_trace and hasattr(trace, "prompt_tokens") else _LENGTHS, trace),
         arrivals=parse_arrivals("trace" if from_trace and getattr(trace, "at_s", 0) is not None else "poisson", trace),
         rate=None if from_trace else _RATE,
-        popularity=parse_popularity("trace" if from_trace and _names_adapters(trace) else "uniform", trace),
+        popularity=parse_popularity("trace" if has_adapters else "uniform", trace),
         adapters=adapters,
         ranks=_RANKS,
         num_requests=_REQUESTS,
         seed=seed,
     )
-
-
-def _names_adapters(trace: Trace | None) -> bool:
-    return getattr(trace, "adapters", None) is not None or hasattr(trace, "calls")
 
 
 @dataclass(frozen=True, slots=True)

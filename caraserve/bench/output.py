@@ -6,15 +6,21 @@ from typing import Any
 
 import uvloop
 
-from caraserve.bench.console import open_console, write_document
 from caraserve.bench.options import ReportOptions
-from caraserve.bench.report.compare import compare
-from caraserve.bench.report.files import document, load_saved, make_folder, save_report, write_files
+from caraserve.bench.report.files import compare, document, load_saved, make_folder, save_report, write_files
 from caraserve.bench.report.plots import NO_FIGURES, can_draw
 from caraserve.bench.report.ratios import PairedRatio, paired_document, paired_ratios
 from caraserve.bench.report.run_plots import comparison_plot, run_plots
 from caraserve.bench.report.summary import Summary, summarize
-from caraserve.bench.report.tables import NONE, TextTable, paired_table, report_tables, to_rich
+from caraserve.bench.report.tables import (
+    NONE,
+    TextTable,
+    open_console,
+    paired_table,
+    report_tables,
+    to_rich,
+    write_document,
+)
 from caraserve.bench.serve import Measurements
 from caraserve.bench.workload.presets import find_preset, load_presets
 from caraserve.errors import BackendFailed, ConfigError

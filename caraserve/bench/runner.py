@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from caraserve.bench.client.dialects import LoadSettings
 from caraserve.bench.client.endpoint import Endpoint, adapter_loads
-from caraserve.bench.client.player import LoadSettings, Player, RunProgress, report_progress
+from caraserve.bench.client.player import Player, RunProgress, report_progress
 from caraserve.bench.records import PlannedRequest, Run, Workload
 
 _SHOW_S = 1.0  # period of drawing, which delays requests by 1 to 2 ms
@@ -137,7 +138,8 @@ class BenchmarkRunner:
             if self.stopped.is_set():
                 return Run(label, (), 0.0, interrupted=True)
             if not self._console.is_terminal:
-                self.log(f"{label}: sending {player.live.total} requests{self._position()}")
+                position = "" if self.time_left is None else f"; {self.time_left.position()}"
+                self.log(f"{label}: sending {player.live.total} requests{position}")
             with self._showing(label, player.live) as shown:
                 watching = asyncio.create_task(report_progress(player, shown, _SHOW_S))
                 try:
@@ -169,9 +171,6 @@ class BenchmarkRunner:
         while not self.stopped.is_set() and (await adapter_loads(endpoint)).under_way:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stopped.wait(), _LOADS_S)
-
-    def _position(self) -> str:
-        return "" if self.time_left is None else f"; {self.time_left.position()}"
 
     def _fresh(self, concurrency: int | None) -> LoadSettings:
         """Returns settings with a new seed: an earlier run's prompts would hit the server's prefix cache."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from caraserve.bench.capacity import measure_capacity, objective, probe_spec, rate_here
+from caraserve.bench.client.dialects import LoadSettings
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
-from caraserve.bench.client.player import LoadSettings
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
-from caraserve.bench.records import Run, Workload
+from caraserve.bench.records import Run
 from caraserve.bench.report.run_plots import SWEEP_MARK
 from caraserve.bench.report.summary import SloLimits, summarize
 from caraserve.bench.runner import BenchmarkRunner, interruptible
@@ -36,8 +36,7 @@ class BenchTarget:
     dtype: str
     serve: tuple[str, ...] | None  # arguments of `caraserve serve`; None: a random model, or the demo
 
-    def check(self) -> None:
-        """Raises ConfigError if the options name more than one target."""
+    def __post_init__(self) -> None:
         given = {"--url": self.url, "--random-model": self.random_model, "arguments after --": self.serve}
         named = [name for name, value in given.items() if value is not None]
         if len(named) > 1:
@@ -69,7 +68,6 @@ def keep_measured(measured: Measurements) -> Iterator[None]:
 
 async def bench_serve(target: BenchTarget, load: LoadOptions, report: ReportOptions, label: str | None) -> Measurements:
     """Measures the target at every rate. Raises ConfigError, BackendFailed or OSError if no run could be made."""
-    target.check()
     runner = BenchmarkRunner(LoadSettings(load.seed, load.ignore_eos, load.concurrency))
     limits = objective(report.slo, report.slo_scale, load.preset)
     measured = Measurements([], limits.slo, [] if limits.note is None else [limits.note])
@@ -110,7 +108,8 @@ async def _play(
     for note in measured.notes:
         runner.log(note)
     if slo_scale is not None:
-        base = await runner.play(endpoint, _without_adapters(workloads[0]), names, "without adapters")
+        plain = tuple(replace(each, adapter=None) for each in workloads[0].requests)
+        base = await runner.play(endpoint, replace(workloads[0], requests=plain), names, "without adapters")
         if runner.stopped.is_set():
             return
         measured.slo = SloLimits.scaled(summarize(base), slo_scale)
@@ -199,7 +198,3 @@ def _for_endpoint(
         scale=replace(spec.scale, adapters=1.0),
         max_context=min(limits, default=None),
     ), names
-
-
-def _without_adapters(workload: Workload) -> Workload:
-    return replace(workload, requests=tuple(replace(each, adapter=None) for each in workload.requests))

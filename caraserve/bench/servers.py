@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from collections import deque
@@ -165,13 +164,6 @@ def busy_s() -> float:
     return sum(map(int, (user, nice, system, *others))) / os.sysconf("SC_CLK_TCK")
 
 
-def drop_cached(path: Path) -> None:
-    """Removes a file from the page cache, so that reading it reads the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())  # pages that are not on disk yet stay
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def end_with_parent() -> None:
     """Runs in a child process: makes it end with the benchmark, even if that is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -183,18 +175,6 @@ def api_key_in(arguments: Sequence[str]) -> str | None:
     parser.add_argument("--api-key", nargs="+", action="extend", default=[])
     keys: list[str] = parser.parse_known_args(list(arguments))[0].api_key
     return keys[0] if keys else None
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns ports that nothing listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 class Interrupted(Exception):

@@ -7,7 +7,7 @@ from caraserve.core.batch import BlockGrant, SlotSampling, SlotStart
 from caraserve.core.request import Request
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.scheduler import total_tokens
-from caraserve.kv.prefix_keys import next_key, root_key
+from caraserve.kv.block_pool import next_key, root_key
 from caraserve.lora.manager import AdapterManager
 from caraserve.util.units import ceil_div
 

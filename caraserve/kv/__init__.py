@@ -1,1 +1,1 @@
-"""Paged KV: `block_pool` (blocks: free, held, reusable), `prefix_keys` (reuse), `memory_budget` (beside adapters)."""
+"""Paged KV: `block_pool` (blocks: free, held, reusable by keys), `memory_budget` (beside adapters)."""

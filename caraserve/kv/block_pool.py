@@ -1,4 +1,4 @@
-"""The pool of KV blocks: which are in use, which can be reused by their contents, which may be overwritten. No I/O.
+"""The pool of KV blocks: which are in use, which can be reused by their keys, which may be overwritten. No I/O.
 
 A block is in exactly one state:
     free      not in use, contents worthless
@@ -6,9 +6,14 @@ A block is in exactly one state:
     idle      held by no request, but published: it can be found by its key until it is needed for other contents
 """
 
+import hashlib
+import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
+
+from caraserve.core.request import PromptEmbeds
+from caraserve.core.tenant import NO_TENANT, Tenant
 
 
 class BlockPool:
@@ -130,3 +135,27 @@ class BlockPool:
     def _hold(self, block: int) -> None:
         self._refs[block] += 1
         self._held_end = max(self._held_end, block + 1)
+
+
+# --- keys ---
+
+# A key is a chained digest over everything that the block's contents depend on: the adapter's content digest (not its
+# name: a replaced adapter's KV is not reused for its successor), the tenant if it shares its KV with no other, the
+# request's salt, and all tokens up to the block's end, with the digests of vectors that stand in place of tokens. With
+# 16 bytes of BLAKE2b, equal keys mean equal tokens; they are not compared again.
+
+
+def root_key(adapter_digest: str | None, salt: str, tenant: Tenant = NO_TENANT) -> bytes:
+    """Returns the key that precedes a request's first block."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (adapter_digest or "", tenant.client if tenant.owns_cache else "", salt):
+        encoded = part.encode()
+        digest.update(struct.pack("<q", len(encoded)) + encoded)
+    return digest.digest()
+
+
+def next_key(previous: bytes, tokens: Sequence[int], embeds: PromptEmbeds | None = None) -> bytes:
+    """Returns the key of the block that holds `tokens` and follows the block with the key `previous`. Negative tokens
+    are vectors of `embeds`."""
+    digests = b"" if embeds is None else embeds.digests_in(tokens)
+    return hashlib.blake2b(previous + struct.pack(f"<{len(tokens)}i", *tokens) + digests, digest_size=16).digest()

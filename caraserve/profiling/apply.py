@@ -152,6 +152,7 @@ def loading_rules(
                 "the delay of CPU LoRA workers was not measured: auto assumes %.2f ms; `caraserve profile` measures it",
                 handoff_ms,
             )
+    tokens_per_cpu, tokens_per_worker = lora.tokens_per_cpu, None if profile is None else profile.tokens_per_worker
     return StartPolicy(
         mode=mode,
         layers=len(plan.layers),
@@ -164,7 +165,7 @@ def loading_rules(
         attention_targets=frozenset(target_sets(plan)["qkv"]),
         hand_offs=plan.most_groups,
         pipeline_groups=lora.pipeline_groups,
-        tokens_per_worker=_tokens_per_worker(profile, lora.tokens_per_cpu),
+        tokens_per_worker=tokens_per_worker if tokens_per_cpu is None else lambda rank: tokens_per_cpu,
     )
 
 
@@ -176,12 +177,6 @@ def delta_bytes(plan: DecoderPlan, itemsize: int) -> dict[Targets, int]:
 
     sets = target_sets(plan).items()
     return {name: itemsize * max(outputs(layer, targets) for layer in plan.layers) for name, targets in sets}
-
-
-def _tokens_per_worker(profile: Profile | None, tokens_per_cpu: int | None) -> Callable[[int], int] | None:
-    if tokens_per_cpu is not None:
-        return lambda rank: tokens_per_cpu
-    return None if profile is None else profile.tokens_per_worker
 
 
 def _load(path: Path, *, required: bool) -> Profile | None:

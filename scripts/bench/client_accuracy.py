@@ -18,12 +18,12 @@ from urllib.request import urlopen
 
 import uvloop
 
+from caraserve.bench.client.dialects import LoadSettings
 from caraserve.bench.client.endpoint import find_endpoint
-from caraserve.bench.client.player import LoadSettings, Player
-from caraserve.bench.console import open_console
+from caraserve.bench.client.player import Player
 from caraserve.bench.records import Run, machine, versions
 from caraserve.bench.report.summary import summarize
-from caraserve.bench.report.tables import TextTable, to_rich
+from caraserve.bench.report.tables import TextTable, open_console, to_rich
 from caraserve.bench.workload.arrivals import parse_arrivals
 from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.bench.workload.lengths import parse_lengths

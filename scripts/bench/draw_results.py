@@ -13,7 +13,7 @@ from typing import Any
 import engine
 import msgspec
 
-from caraserve.bench.lora import report as lora
+from caraserve.bench.lora import run as lora
 from caraserve.bench.lora.handoff import RoundTripPoint, ThreadsPoint
 from caraserve.bench.lora.kernels import KernelPoint
 

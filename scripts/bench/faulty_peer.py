@@ -1,6 +1,6 @@
 """Shows what an instance that behaves badly costs the clients of three good ones, as a table in Markdown.
 
-    .venv/bin/python scripts/bench/faulty_peer.py
+    .venv/bin/python -m scripts.bench.faulty_peer
 
 Three servers of the bundled demo are joined by a fourth instance, this process. It has the cluster's secret and its
 heartbeats are in order, so that requests and downloads go to it; what it then sends depends on the prompt or adapter.
@@ -27,7 +27,7 @@ import numpy as np
 from aiohttp import web
 
 from caraserve import demo
-from caraserve.bench.servers import end_with_parent, free_ports
+from caraserve.bench.servers import end_with_parent
 from caraserve.cluster.membership.auth import LOOPBACK_SECRET, Keyring
 from caraserve.cluster.membership.member import Member, MemberConfig, MemberListener, QueryBody
 from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
@@ -44,6 +44,7 @@ from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.digest import model_digest
 from caraserve.model.families import load_plan
 from caraserve.util.hybrid_clock import hlc_of
+from scripts.laboratory.fleet.instances import free_ports
 
 SPEC = load_plan(demo.model_folder())
 NAMED = b"HTTP/1.1 %b\r\nX-CaraServe-Instance: 0\r\n"

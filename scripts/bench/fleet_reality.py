@@ -24,9 +24,8 @@ from typing import Any
 import msgspec
 import uvloop
 
-from caraserve.bench.console import open_console
 from caraserve.bench.records import machine, versions
-from caraserve.bench.report.tables import TextTable, to_rich
+from caraserve.bench.report.tables import TextTable, open_console, to_rich
 from caraserve.core.machine_profile import Profile
 from caraserve.errors import CaraServeError
 from scripts.laboratory.fleet.compare import Comparison, compare, slo_ms

@@ -1,6 +1,6 @@
 """Measures the time to the first token with an adapter that another instance holds, over a network of given speed.
 
-    .venv/bin/python scripts/bench/peer_fetch.py --save report
+    .venv/bin/python -m scripts.bench.peer_fetch --save report
 
 One instance has all adapters, the other one none; a relay slows down the traffic between them. Each request goes to the
 second instance, for one token, with an adapter that it has not had yet. `overlapped` waits for the whole adapter;
@@ -24,11 +24,11 @@ from urllib.parse import urlsplit
 import aiohttp
 import uvloop
 
-from caraserve.bench.client.endpoint import await_adapters
 from caraserve.bench.options import TARGETS
 from caraserve.bench.records import machine, versions
 from caraserve.bench.report.files import as_json, make_folder, write_files
 from caraserve.bench.servers import OwnServer, Synthetic, make_synthetic, own_server, working_folder
+from scripts.laboratory.papers.fetches import await_adapters
 
 _MODES = ("overlapped", "auto")
 _LATE_S = 0.003  # lateness of a timer that is made up for, as by a network's buffers

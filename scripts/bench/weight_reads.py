@@ -22,7 +22,6 @@ from statistics import median
 import torch
 
 from caraserve.bench.records import machine, versions
-from caraserve.bench.servers import drop_cached
 from caraserve.bench.synthetic import SHAPES, WEIGHTS_NAME, shape_spec, write_repeating_weights
 from caraserve.cpu.weight_memory import huge_pages
 from caraserve.gpu.memory.weight_transfer import WeightTransfer
@@ -30,6 +29,7 @@ from caraserve.gpu.weights import load
 from caraserve.model.folder_reader import FolderReader, StoredTensor
 from caraserve.model.plan import DecoderPlan
 from scripts.laboratory.gpu.null_device import null_device
+from scripts.laboratory.papers.fetches import drop_cached
 
 _THREADS = (1, 2, 4, 8)
 _STAGING_BYTES = 32 << 20

@@ -5,12 +5,15 @@ As a script, it serves on a free port, prints the port, and ends when its standa
 
 import asyncio
 import json
+import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 
 @dataclass
@@ -86,33 +89,25 @@ async def until(moment_s: float) -> None:
     await asyncio.sleep(max(0.0, moment_s - time.perf_counter()))
 
 
-async def serve(fake: Fake, started: Callable[[int], None], ended: Callable[[], Awaitable[object]]) -> None:
-    runner = web.AppRunner(fake.app(), access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        started(runner.addresses[0][1])
-        await ended()
-    finally:
-        await runner.cleanup()
+@contextmanager
+def fake_process(*models: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """Yields the URL of an endpoint in a process of its own, and the process."""
+    command = [sys.executable, __file__, *models]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}", process
+        finally:
+            process.kill()
 
 
-def _say(port: int) -> None:
-    sys.stdout.write(f"{port}\n")
-    sys.stdout.flush()
-
-
-def main() -> None:
+async def main() -> None:
     """Serves until standard input closes."""
-    models = tuple(sys.argv[1:]) or Fake().models
-
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        await serve(Fake(models=models), _say, lambda: loop.run_in_executor(None, sys.stdin.read))
-
-    asyncio.run(run())
+    async with TestServer(Fake(models=tuple(sys.argv[1:]) or Fake().models).app()) as server:
+        sys.stdout.write(f"{server.port}\n")
+        sys.stdout.flush()
+        await asyncio.to_thread(sys.stdin.read)
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main())

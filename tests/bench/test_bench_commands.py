@@ -9,16 +9,17 @@ import sys
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from caraserve.bench.console import write_document
+from caraserve.bench.report.tables import write_document
 from caraserve.cli.main import main
+from tests.bench.fake_endpoint import fake_process
 
-FAKE = Path(__file__).with_name("fake_endpoint.py")
 PROFILE = Path(__file__).parents[1] / "profile.json"
 BUSY = ("--calm-cores", "1000")  # other tests may run beside these
 QUICK = ("--num-prompts", "12", "--request-rate", "100", "--random-input-len", "8", "--random-output-len", "4")
@@ -35,15 +36,9 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, code, printed.getvalue(), errors.getvalue())
 
 
-def bench_process(*arguments: str, mark: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "caraserve", "bench", *arguments]
-    env = os.environ | {"CARASERVE_TEST_MARK": mark}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
-
-
-def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
-    document: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return document
 
 
@@ -61,13 +56,8 @@ def alive(mark: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    command = [sys.executable, str(FAKE), "ttft-5-tpot-1"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.kill()
+    with fake_process("ttft-5-tpot-1") as (url, _):
+        yield url
 
 
 def requests_of(url: str) -> list[dict[str, list[int]]]:
@@ -77,27 +67,16 @@ def requests_of(url: str) -> list[dict[str, list[int]]]:
     return requests
 
 
-def test_an_endpoint_is_measured_and_its_report_is_saved(url: str, tmp_path: Path) -> None:
-    done = bench("serve", "--url", url, *QUICK, "--slo", "ttft:1000", "--save", str(tmp_path))
+def test_an_endpoint_is_measured_and_its_report_is_saved_without_keys(url: str, tmp_path: Path) -> None:
+    arguments = (*QUICK, "--slo", "ttft:1000", "--api-key", "sesame", "--seed", "7")
+    done = bench("serve", "--url", url, *arguments, "--save", str(tmp_path))
     document = last_line(done)
     assert json.loads((tmp_path / "serve.json").read_text()) == document
     rows = list(csv.DictReader((tmp_path / "requests.csv").read_text().splitlines()))
     assert len(rows) == 12
     assert "TTFT" in done.stdout
-
-
-def test_the_report_has_the_arguments_of_the_run_but_no_key(url: str) -> None:
-    done = bench("serve", "--url", url, *QUICK, "--api-key", "sesame", "--seed", "7")
-    document = last_line(done)
-    assert document["seed"] == 7
-    assert document["arguments"]["num_prompts"] == 12  # type: ignore[index]
+    assert (document["seed"], document["arguments"]["num_prompts"]) == (7, 12)
     assert "sesame" not in done.stdout
-
-
-def test_each_rate_is_a_run(url: str) -> None:
-    rates = ("--num-prompts", "8", "--random-output-len", "2", "--request-rate", "50", "100")
-    document = last_line(bench("serve", "--url", url, *rates))
-    assert len(document["runs"]) == 2  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -116,70 +95,61 @@ def test_the_report_as_json_is_for_programs(
 def test_without_an_endpoint_a_server_is_started_and_ended() -> None:
     mark = uuid.uuid4().hex
     arguments = ("serve", *QUICK, "--slo-scale", "100", "--", "--loading-mode", "ondemand", "--cpu-threads", "1")
-    document = last_line(bench_process(*arguments, mark=mark))
-    run = document["runs"][0]  # type: ignore[index]
+    command = [sys.executable, "-m", "caraserve", "bench", *arguments]
+    env = os.environ | {"CARASERVE_TEST_MARK": mark}
+    document = last_line(subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env))
+    run = document["runs"][0]
     assert (run["sent"], run["failed"]) == (12, 0)
     assert run["attainment"]["share"] == 1.0
     assert {group["rank"] for group in run["ranks"]} <= {4, 8, 16, 32, 64}
     assert alive(mark) == []
 
 
-def test_an_interrupted_benchmark_reports_its_runs_and_leaves_no_process() -> None:
-    mark = uuid.uuid4().hex
-    command = [sys.executable, "-m", "caraserve", "bench", "modes", "--random-model", "10M", "--adapters", "2"]
-    command += [*BUSY, "--modes", "cached,ondemand", "--repeats", "2", "--request-rate", "20", "--num-prompts", "400"]
+@contextmanager
+def interrupted(*arguments: str) -> Iterator[tuple["subprocess.Popen[str]", str, dict[str, Any]]]:
+    """Yields a benchmark, the mark of its processes, and an empty report. Then interrupts it as a terminal does, fills
+    the report, and checks that no process is left."""
+    mark, report = uuid.uuid4().hex, dict[str, Any]()
+    command = [sys.executable, "-m", "caraserve", "bench", *arguments]
     env, pipe = os.environ | {"CARASERVE_TEST_MARK": mark}, subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=env) as process:
         try:
-            assert process.stderr is not None
-            while "sending" not in process.stderr.readline():
-                assert process.poll() is None
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-            printed, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 130, errors
-    document = json.loads(printed.splitlines()[-1])
-    assert [run["interrupted"] for run in document["runs"]] == [True]
-    assert "Traceback" not in errors
-    assert alive(mark) == []
-
-
-def test_a_benchmark_interrupted_before_its_server_is_ready_ends_at_once() -> None:
-    mark = uuid.uuid4().hex
-    command = [sys.executable, "-m", "caraserve", "bench", "serve", "--random-model", "100M", "--adapters", "1"]
-    env, pipe = os.environ | {"CARASERVE_TEST_MARK": mark}, subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=env) as process:
-        try:
-            while len(alive(mark)) < 2:  # the server has been started
-                assert process.poll() is None
+            yield process, mark, report
             os.killpg(process.pid, signal.SIGINT)
             printed, errors = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 130, errors
-    assert json.loads(printed.splitlines()[-1])["runs"] == []
+    report |= json.loads(printed.splitlines()[-1])
     assert "Traceback" not in errors
     assert alive(mark) == []
 
 
+def test_an_interrupted_benchmark_reports_its_runs_and_leaves_no_process() -> None:
+    load = ("--random-model", "10M", "--adapters", "2", "--request-rate", "20", "--num-prompts", "400")
+    with interrupted("modes", *BUSY, "--modes", "cached,ondemand", "--repeats", "2", *load) as (process, _, report):
+        assert process.stderr is not None
+        while "sending" not in process.stderr.readline():
+            assert process.poll() is None
+    assert [run["interrupted"] for run in report["runs"]] == [True]
+
+
+def test_a_benchmark_interrupted_before_its_server_is_ready_ends_at_once() -> None:
+    with interrupted("serve", "--random-model", "100M", "--adapters", "1") as (process, mark, report):
+        while len(alive(mark)) < 2:  # the server has been started
+            assert process.poll() is None
+    assert report["runs"] == []
+
+
 def test_modes_are_compared_with_cached(tmp_path: Path) -> None:
-    modes = (
-        "--modes",
-        "cached,pipelined",
-        "--repeats",
-        "1",
-        "--resident",
-        "1",
-        "--emulate-link-mb-per-s",
-        "50",
-        *BUSY,
-    )
+    modes = ("--modes", "cached,pipelined", "--repeats", "1", "--resident", "1", "--emulate-link-mb-per-s", "50")
     load = ("--random-model", "10M", "--adapters", "4", "--ranks", "4,8", *QUICK)
-    done = bench("modes", *modes, *load, "--save", str(tmp_path), "--", "--profile", str(PROFILE), "--cpu-threads", "1")
+    done = bench(
+        "modes", *modes, *BUSY, *load, "--save", str(tmp_path), "--", "--profile", str(PROFILE), "--cpu-threads", "1"
+    )
     document = last_line(done)
-    assert [run["label"] for run in document["runs"]] == ["cached", "pipelined"]  # type: ignore[attr-defined]
-    assert all(run["failed"] == 0 for run in document["runs"])  # type: ignore[attr-defined]
+    assert [run["label"] for run in document["runs"]] == ["cached", "pipelined"]
+    assert all(run["failed"] == 0 for run in document["runs"])
     assert "50 MB/s" in done.stderr
     assert "2 modes, 1 repeat: 2 runs of " in done.stderr
     assert "pipelined: sending 12 requests; run 2 of 2 in repeat 1 of 1, about " in done.stderr
@@ -191,28 +161,23 @@ def test_modes_are_compared_with_cached(tmp_path: Path) -> None:
 def test_each_run_has_new_prompts_that_miss_the_prefix_cache(url: str) -> None:
     load = ("--num-prompts", "5", "--random-output-len", "2", "--request-rate", "200", "200")
     before = len(requests_of(url))
-    last_line(bench("serve", "--url", url, *load, "--random-input-len", "40"))
+    document = last_line(bench("serve", "--url", url, *load, "--random-input-len", "40"))
+    assert len(document["runs"]) == 2, "one at each rate"
     prompts = [tuple(request["prompt"]) for request in requests_of(url)[before:] if len(request["prompt"]) == 40]
     assert len(prompts) == len({prompt[:16] for prompt in prompts}) == 10
 
 
 def test_finished_runs_are_reported_when_the_endpoint_dies() -> None:
-    command = [sys.executable, str(FAKE), "ttft-5-tpot-1"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-            rates = ("--request-rate", "50", "20", "--num-prompts", "60", "--random-output-len", "2")
-            command = [sys.executable, "-m", "caraserve", "bench", "serve", "--url", url, *rates]
-            pipe = subprocess.PIPE
-            with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as measuring:
-                assert measuring.stderr is not None
-                while "@ 20/s: sending" not in measuring.stderr.readline():
-                    assert measuring.poll() is None
-                process.kill()
-                printed, errors = measuring.communicate(timeout=60)
-        finally:
-            process.kill()
+    rates = ("--request-rate", "50", "20", "--num-prompts", "60", "--random-output-len", "2")
+    with fake_process("ttft-5-tpot-1") as (url, endpoint):
+        command = [sys.executable, "-m", "caraserve", "bench", "serve", "--url", url, *rates]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as measuring:
+            assert measuring.stderr is not None
+            while "@ 20/s: sending" not in measuring.stderr.readline():
+                assert measuring.poll() is None
+            endpoint.kill()
+            printed, errors = measuring.communicate(timeout=60)
     document = json.loads(printed.splitlines()[-1])
     assert document["runs"][0]["completed"] == 60
     assert "Traceback" not in errors
@@ -226,7 +191,7 @@ def test_a_run_in_which_every_request_is_refused_fails(url: str) -> None:
 
 def test_a_closed_loop_reports_the_share_of_requests_that_waited(url: str) -> None:
     document = last_line(bench("serve", "--url", url, *QUICK, "--max-concurrency", "1"))
-    run = document["runs"][0]  # type: ignore[index]
+    run = document["runs"][0]
     assert run["lateness"] is None
     assert run["held"]["concurrency"] == 1
     assert run["held"]["share_of_requests"] > 0

@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 
-from caraserve.bench import mode_servers, servers
+from caraserve.bench import modes, servers
 from caraserve.bench.cli import bench_parser
-from caraserve.bench.mode_loads import ModeLoads, mode_loads
-from caraserve.bench.mode_servers import ModeServers
-from caraserve.bench.modes import ModesOptions, ModeVariant, _Prepared, mode_variants, modes_options
+from caraserve.bench.modes import (
+    ModeLoads,
+    ModeServers,
+    ModesOptions,
+    ModeVariant,
+    _Prepared,
+    mode_loads,
+    mode_variants,
+    modes_options,
+)
 from caraserve.bench.options import LoadOptions
 from caraserve.bench.servers import Synthetic, make_synthetic
 from caraserve.bench.synthetic import MODULES
@@ -92,25 +99,16 @@ def test_each_repeat_of_a_drawn_load_begins_with_the_same_adapters_on_the_device
 # --- variants ---
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (("--modes", "cached"), [("cached", None, "cached")]),
-        (("--modes", "cached", "--lora-kernel", "bgmv-padded"), [("cached", "bgmv-padded", "cached")]),
-        (
-            ("--modes", "auto,cached", "--lora-kernel", "bgmv,bgmv-padded"),
-            [
-                *(("auto", "bgmv", "auto"), ("auto", "bgmv-padded", "auto bgmv-padded")),
-                *(("cached", "bgmv", "cached"), ("cached", "bgmv-padded", "cached bgmv-padded")),
-            ],
-        ),
-    ],
-    ids=["the server's kernel", "one kernel", "two kernels"],
-)
-def test_each_mode_is_run_with_each_kernel_in_turn(
-    words: tuple[str, ...], expected: list[tuple[str, str | None, str]]
-) -> None:
-    assert mode_variants(parsed(*words)[0]) == [ModeVariant(*each) for each in expected]
+def test_each_mode_is_run_with_each_kernel_in_turn() -> None:
+    def variants(*words: str) -> list[tuple[str, str | None, str]]:
+        return [(one.mode, one.kernel, one.label) for one in mode_variants(parsed("--modes", *words)[0])]
+
+    assert variants("cached") == [("cached", None, "cached")], "the server's kernel"
+    assert variants("cached", "--lora-kernel", "bgmv-padded") == [("cached", "bgmv-padded", "cached")]
+    assert variants("auto,cached", "--lora-kernel", "bgmv,bgmv-padded") == [
+        *(("auto", "bgmv", "auto"), ("auto", "bgmv-padded", "auto bgmv-padded")),
+        *(("cached", "bgmv", "cached"), ("cached", "bgmv-padded", "cached bgmv-padded")),
+    ]
 
 
 def test_the_error_for_an_unknown_kernel_names_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,18 +191,18 @@ async def events(
     found: list[str] = []
 
     @asynccontextmanager
-    async def start(variant: str) -> AsyncIterator[Any]:
-        found.append(f"start {variant}")
-        yield SimpleNamespace(memory_bytes=lambda: 2 * GIB), variant
-        found.append(f"end {variant}")
+    async def start(variant: ModeVariant) -> AsyncIterator[Any]:
+        found.append(f"start {variant.mode}")
+        yield SimpleNamespace(memory_bytes=lambda: 2 * GIB), variant.mode
+        found.append(f"end {variant.mode}")
 
-    monkeypatch.setattr(mode_servers, "available_bytes", lambda: available_bytes)
+    monkeypatch.setattr(modes, "available_bytes", lambda: available_bytes)
     try:
         async with ModeServers(start, 3, keep) as running:
-            for variant in runs:
-                async with running.serve(variant) as (_, endpoint):
-                    found.append(f"run {endpoint}")
-                    if endpoint == "fail":
+            for mode in runs:
+                async with running.serve(ModeVariant(mode, None, mode)):
+                    found.append(f"run {mode}")
+                    if mode == "fail":
                         raise ZeroDivisionError
     except ZeroDivisionError:
         found.append("raised")

@@ -24,8 +24,7 @@ def load(*words: str) -> LoadOptions:
 
 def test_the_default_load_has_100_requests_of_128_and_32_tokens() -> None:
     workload = build(load().spec())
-    assert len(workload.requests) == 100
-    assert {(each.prompt_tokens, each.output_tokens) for each in workload.requests} == {(128, 32)}
+    assert [(each.prompt_tokens, each.output_tokens) for each in workload.requests] == [(128, 32)] * 100
 
 
 def test_options_with_vllms_names_have_vllms_meaning() -> None:
@@ -38,13 +37,9 @@ def test_options_replace_values_of_the_preset() -> None:
     assert (spec.rate, spec.num_requests, spec.popularity.text) == (2.0, 7, "distinct")
 
 
-def test_a_scaled_run_has_at_least_100_requests() -> None:
+def test_a_scaled_preset_has_at_least_100_requests_and_a_smaller_model_with_a_note_about_it() -> None:
     options = load("--preset", "toppings-s3", "--scale", "0.02", "--rate-scale", "0.5")
     assert len(build(options.sized(options.spec())).requests) == 100
-
-
-def test_a_scaled_preset_has_a_smaller_model_and_a_note_about_it() -> None:
-    options = load("--preset", "toppings-s3", "--scale", "0.02")
     model, note = options.model(None)
     assert model == "100M"
     assert note is not None
@@ -77,16 +72,10 @@ def ended(*done_s: float) -> Run:
     return Run("capacity", tuple(records), max(done_s))
 
 
-def test_capacity_counts_whole_generations_of_requests_that_end_together() -> None:
+def test_capacity_counts_whole_generations_of_answered_requests() -> None:
     together = [0.5 * (1 + index // CONCURRENCY) for index in range(PROBE_REQUESTS)]
     assert capacity_per_s(ended(*together)) == pytest.approx(CONCURRENCY / 0.5)
-
-
-def test_capacity_of_requests_that_end_one_by_one() -> None:
-    assert capacity_per_s(ended(*(0.1 * index for index in range(PROBE_REQUESTS)))) == pytest.approx(10)
-
-
-def test_capacity_is_not_computed_from_failed_requests() -> None:
+    assert capacity_per_s(ended(*(0.1 * index for index in range(PROBE_REQUESTS)))) == pytest.approx(10), "one by one"
     with pytest.raises(ValueError, match="failed"):
         capacity_per_s(ended(1.0))
 

@@ -1,8 +1,10 @@
 """The pool of KV blocks: each is accounted for, published ones are reused, the least recently used is overwritten."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from caraserve.kv.block_pool import BlockPool
+from caraserve.kv.block_pool import BlockPool, next_key, root_key
 
 
 def test_take_is_all_or_nothing() -> None:
@@ -57,15 +59,6 @@ def test_the_least_recently_released_block_and_the_end_of_a_prefix_are_overwritt
     assert pool.find(b"1") == first
 
 
-def test_an_overwritten_block_is_no_longer_found() -> None:
-    pool = BlockPool(1)
-    (block,) = pool.take(1) or []
-    pool.publish(block, b"old")
-    pool.release([block])
-    pool.take(1)
-    assert pool.find(b"old") is None
-
-
 def test_forgetting_all_leaves_owned_blocks_owned() -> None:
     pool = BlockPool(3)
     kept, left = pool.take(2) or []
@@ -83,3 +76,26 @@ def test_check_notices_a_block_without_an_owner() -> None:
     pool.take(1)
     with pytest.raises(AssertionError):
         pool.check([])
+
+
+# --- keys ---
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=16)
+
+
+def test_a_root_depends_on_adapter_and_salt_and_their_boundary() -> None:
+    roots = [root_key(*pair) for pair in ((None, ""), ("ab", ""), ("a", "b"), ("", "ab"), (None, "a"), ("ab", "ab"))]
+    assert len(set(roots)) == len(roots)
+
+
+@given(first=TOKENS, second=TOKENS)
+def test_keys_are_equal_exactly_when_tokens_are(first: list[int], second: list[int]) -> None:
+    root = root_key("adapter", "")
+    assert (next_key(root, first) == next_key(root, second)) == (first == second)
+
+
+@given(first=TOKENS, second=TOKENS)
+def test_a_key_depends_on_all_blocks_before(first: list[int], second: list[int]) -> None:
+    last = [1, 2, 3]
+    keys = [next_key(next_key(root_key(None, ""), tokens), last) for tokens in (first, second)]
+    assert (keys[0] == keys[1]) == (first == second)

@@ -1,7 +1,7 @@
 """The answers of transformers + peft in fp32, with which every kernel and every scheduling decision is compared."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from caraserve.core.request import TokenLogprob
+from tests.serving import Answer
 
 # The order of summation changes an fp32 logit by about 1e-5; of two logits closer than this, either may be the best.
 TIE_MARGIN = 1e-4
@@ -86,6 +87,11 @@ class Oracle:
         assert embedding is not None
         given = torch.frombuffer(bytearray(embedding), dtype=torch.float32)
         torch.testing.assert_close(given, self.embedding(ids, adapter), rtol=0, atol=atol)
+
+    def check_answers(self, asked: Iterable[tuple[Sequence[int], str | None]], answers: Iterable[Answer]) -> None:
+        """Asserts that each answer is the greedy one to its prompt and adapter."""
+        for (prompt, adapter), answer in zip(asked, answers, strict=True):
+            self.check_greedy(prompt, adapter, answer.token_ids)
 
     def check_greedy(self, prompt_ids: Sequence[int], adapter: str | None, output_ids: Sequence[int]) -> None:
         """Asserts that every output token is the best one after the prompt and the outputs before it."""

@@ -41,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, P
     return model, make_adapters(folder, model, {name: SOME_KINDS[name] for name in ("r8", "r13")})
 
 
-def test_answers_are_those_of_transformers(folders: tuple[Path, dict[str, Path]]) -> None:
+async def test_answers_are_those_of_transformers(folders: tuple[Path, dict[str, Path]]) -> None:
     model, adapters = folders
     oracle = Oracle(model, adapters)
     names = [None, *adapters]
@@ -63,9 +63,9 @@ def test_answers_are_those_of_transformers(folders: tuple[Path, dict[str, Path]]
     def within(at: int) -> TokenFilter:
         return TokenFilter.of(VOCAB_SIZE, allowed[at], (), end_ids=(), min_tokens=0, grammar=None)
 
-    for at, output in enumerate(asyncio.run(serve(without_words))):
+    for at, output in enumerate(await serve(without_words)):
         assert output == filtered(oracle, *asked[at], banning(banned[at]))
         assert output != free[at]
-    for at, output in enumerate(asyncio.run(serve(within))):
+    for at, output in enumerate(await serve(within)):
         assert output == filtered(oracle, *asked[at], allowing(allowed[at]))
         assert set(output) <= set(allowed[at])

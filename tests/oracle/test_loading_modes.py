@@ -14,7 +14,7 @@ from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.loop import Engine
 from tests.oracle.models import prompt_of
 from tests.oracle.subject import Subject, make_subject
-from tests.serving import MIB, Answer, engine_config, lora_config, model_config, running, submit
+from tests.serving import MIB, engine_config, lora_config, model_config, running, submit
 
 LAYERS = 2  # of the model
 WORKER_CORES = tuple(sorted(os.sched_getaffinity(0)))  # more than one, so that prompts are cut into slices
@@ -39,7 +39,7 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("mode", LOADING_MODES)
 @pytest.mark.parametrize("link_mb_per_s", [SLOW_MB_PER_S, FAST_MB_PER_S])
-def test_every_mode_answers_like_peft(subject: Subject, mode: str, link_mb_per_s: float) -> None:
+async def test_every_mode_answers_like_peft(subject: Subject, mode: str, link_mb_per_s: float) -> None:
     """Cold and warm requests mixed, with a device cache of two or three adapters, so that adapters are evicted. In mode
     `assisted` the second of the two layers is copied first."""
     model, adapters, oracle = subject
@@ -50,40 +50,14 @@ def test_every_mode_answers_like_peft(subject: Subject, mode: str, link_mb_per_s
     lora = lora_config(
         adapters, mode=mode, link_mb_per_s=link_mb_per_s, device_bytes=device_bytes, pipeline_groups=groups
     )
-
-    async def serve() -> list[Answer]:
-        async with running(model_config(model), lora, engine_config(step_tokens=64)) as engine:
-            return await asyncio.gather(*(submit(engine, *each, max_tokens=6) for each in asked))
-
-    for (prompt, adapter), answer in zip(asked, asyncio.run(serve()), strict=True):
-        oracle.check_greedy(prompt, adapter, answer.token_ids)
+    async with running(model_config(model), lora, engine_config(step_tokens=64)) as engine:
+        found = await asyncio.gather(*(submit(engine, *each, max_tokens=6) for each in asked))
+    oracle.check_answers(asked, found)
 
 
-def test_assisted_prefills_run_on_cpu_workers_until_the_weights_arrive(subject: Subject) -> None:
-    """Over a link so slow that nothing arrives, workers compute every layer of every token."""
-    model, adapters, oracle = subject
-    lora = lora_config(adapters, mode="assisted", link_mb_per_s=0.01, lora_cpus=WORKER_CORES)
-    prompt = prompts(random.Random(1), 1)[0]
-
-    async def serve() -> Answer:
-        async with running(model_config(model), lora, engine_config()) as engine:
-            backend = backend_of(engine)
-            assert backend.workers.await_all(timeout_s=30)
-            for _ in range(20):
-                handed_off, redone = backend.slices_handed_off, backend.modules_redone
-                answer = await submit(engine, prompt, "r64", max_tokens=4)
-                oracle.check_greedy(prompt, "r64", answer.token_ids)
-                assert backend.slices_handed_off > handed_off
-                if backend.modules_redone == redone:  # on a busy machine a worker may be late
-                    return answer
-        raise AssertionError("a worker was late in each of 20 requests")
-
-    answer = asyncio.run(serve())
-    assert answer.finish.phases.cpu_layers == 4 * LAYERS  # a prefill and three decode steps
-
-
-def test_a_prompt_is_cut_over_as_many_workers_as_its_slices_need(subject: Subject) -> None:
-    """With --tokens-per-cpu 1 every worker gets a slice of each layer of a prompt; a token to decode is one slice."""
+async def test_workers_compute_what_has_not_arrived_each_a_slice_of_a_prompt(subject: Subject) -> None:
+    """Over a link so slow that nothing arrives, workers compute every layer of every token. With --tokens-per-cpu 1
+    every worker gets a slice of each layer of a prompt; a token to decode is one slice."""
     model, adapters, oracle = subject
     rng = random.Random(3)
 
@@ -99,16 +73,18 @@ def test_a_prompt_is_cut_over_as_many_workers_as_its_slices_need(subject: Subjec
                 prompt = prompt_of(rng, 100)
                 answer = await submit(engine, prompt, "r64", max_tokens=4)
                 oracle.check_greedy(prompt, "r64", answer.token_ids)
+                assert backend.slices_handed_off > handed_off
                 if backend.modules_redone == redone:  # on a busy machine a late worker gets no slice of the next layers
+                    assert answer.finish.phases.cpu_layers == 4 * LAYERS  # a prefill and three decode steps
                     return backend.slices_handed_off - handed_off
         raise AssertionError("a worker was late in each of 20 requests")
 
-    one_each = asyncio.run(slices(100))  # for each layer's groups of modules, of a prefill and three decode steps
-    assert asyncio.run(slices(1)) == one_each + (len(WORKER_CORES) - 1) * one_each // 4
+    one_each = await slices(100)  # for each layer's groups of modules, of a prefill and three decode steps
+    assert await slices(1) == one_each + (len(WORKER_CORES) - 1) * one_each // 4
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_no_token_is_lost_when_workers_die_or_stop_in_a_layer(subject: Subject, blow: signal.Signals) -> None:
+async def test_no_token_is_lost_when_workers_die_or_stop_in_a_layer(subject: Subject, blow: signal.Signals) -> None:
     """A worker is killed or stopped repeatedly while it computes; its slices are redone, and it is replaced."""
     model, adapters, oracle = subject
     lora = lora_config(adapters, mode="assisted", link_mb_per_s=0.01, lora_cpus=WORKER_CORES)
@@ -131,16 +107,12 @@ def test_no_token_is_lost_when_workers_die_or_stop_in_a_layer(subject: Subject, 
                         os.kill(state.pid, blow)
             await asyncio.sleep(0.001)
 
-    async def serve() -> list[Answer]:
-        async with running(model_config(model), lora, engine_config(step_tokens=64)) as engine:
-            backend = backend_of(engine)
-            assert backend.workers.await_all(timeout_s=30)
-            striking = asyncio.create_task(strike(backend.workers))
-            answers = await asyncio.gather(*(submit(engine, *each, max_tokens=6) for each in asked))
-            striking.cancel()
-            assert backend.modules_redone > 0, "the blows missed"
-            assert backend.workers.await_all(timeout_s=30), "the last one was not replaced"
-            return answers
-
-    for (prompt, adapter), answer in zip(asked, asyncio.run(serve()), strict=True):
-        oracle.check_greedy(prompt, adapter, answer.token_ids)
+    async with running(model_config(model), lora, engine_config(step_tokens=64)) as engine:
+        backend = backend_of(engine)
+        assert backend.workers.await_all(timeout_s=30)
+        striking = asyncio.create_task(strike(backend.workers))
+        answers = await asyncio.gather(*(submit(engine, *each, max_tokens=6) for each in asked))
+        striking.cancel()
+        assert backend.modules_redone > 0, "the blows missed"
+        assert backend.workers.await_all(timeout_s=30), "the last one was not replaced"
+    oracle.check_answers(asked, answers)

@@ -16,7 +16,7 @@ PROMPT = tuple((31 * at * at) % 340 + 2 for at in range(23))
 
 
 @pytest.mark.parametrize("adapter", [None, "r8"])
-def test_only_the_forced_end_differs_from_transformers(tmp_path: Path, adapter: str | None) -> None:
+async def test_only_the_forced_end_differs_from_transformers(tmp_path: Path, adapter: str | None) -> None:
     model = make_model(tmp_path / "model", "qwen3")
     adapters = make_adapters(tmp_path, model, {"r8": SOME_KINDS["r8"]})
     oracle = Oracle(model, adapters)
@@ -29,27 +29,24 @@ def test_only_the_forced_end_differs_from_transformers(tmp_path: Path, adapter: 
         cut = [*free[:BUDGET], *end_ids]
         return cut + oracle.greedy([*PROMPT, *cut], adapter, AFTER)
 
-    async def serve() -> list[list[int]]:
-        settings = engine_config(seqs=4, prefix_caching=False)
-        async with running(model_config(model), lora_config(adapters), settings) as engine:
+    settings = engine_config(seqs=4, prefix_caching=False)
+    async with running(model_config(model), lora_config(adapters), settings) as engine:
 
-            def asked(end_ids: tuple[int, ...], state: ReasoningState, **more: bytes) -> ReasoningGrammar:
-                known = texts | {free[2]: more.get("third", b"x")}
-                tokens = ReasoningTokens(None, end_ids)
-                return ReasoningGrammar(tokens, state, BUDGET, None, (), VOCAB_SIZE, lambda one: known.get(one, b"x"))
+        def asked(end_ids: tuple[int, ...], state: ReasoningState, **more: bytes) -> ReasoningGrammar:
+            known = texts | {free[2]: more.get("third", b"x")}
+            tokens = ReasoningTokens(None, end_ids)
+            return ReasoningGrammar(tokens, state, BUDGET, None, (), VOCAB_SIZE, lambda one: known.get(one, b"x"))
 
-            answers = [
-                submit(engine, PROMPT, adapter, grammar=grammar, max_tokens=BUDGET + AFTER + 2)
-                for grammar in (
-                    asked(single, ReasoningState.UNDER_WAY),
-                    asked(spelled, ReasoningState.UNDER_WAY),
-                    asked(single, ReasoningState.NOT_BEGUN),  # the model does not begin it
-                    asked(single, ReasoningState.UNDER_WAY, third=b"</think>"),  # the model ends it before
-                )
-            ]
-            return [answer.token_ids for answer in await asyncio.gather(*answers)]
-
-    forced, forced_by_two, *unforced = asyncio.run(serve())
+        answers = [
+            submit(engine, PROMPT, adapter, grammar=grammar, max_tokens=BUDGET + AFTER + 2)
+            for grammar in (
+                asked(single, ReasoningState.UNDER_WAY),
+                asked(spelled, ReasoningState.UNDER_WAY),
+                asked(single, ReasoningState.NOT_BEGUN),  # the model does not begin it
+                asked(single, ReasoningState.UNDER_WAY, third=b"</think>"),  # the model ends it before
+            )
+        ]
+        forced, forced_by_two, *unforced = [answer.token_ids for answer in await asyncio.gather(*answers)]
     assert forced[: BUDGET + AFTER + 1] == cut_by(single)
     assert forced_by_two == cut_by(spelled)
     assert [ids[: BUDGET + AFTER] for ids in unforced] == [free, free]

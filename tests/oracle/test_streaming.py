@@ -146,240 +146,164 @@ async def begun(
 
 @pytest.mark.parametrize("workers", [False, True], ids=["alone", "helped"])
 @pytest.mark.parametrize("mode", LAYERWISE_MODES)
-def test_layers_are_computed_before_the_next_ones_arrive(subject: Serving, mode: str, workers: bool) -> None:
-    async def body() -> None:
-        prompt = subject.prompt(40)
-        async with subject.served(mode, workers=workers) as (engine, network):
-            sending, task = await begun(engine, network, "clerk", prompt)
-            sending.send(2)
-            await until_computed(engine, 2)
-            assert not task.done()
-            sending.finish()
-            subject.check(prompt, "clerk", await task)
+async def test_layers_are_computed_before_the_next_ones_arrive_and_others_decode_meanwhile(
+    subject: Serving, mode: str, workers: bool
+) -> None:
+    prompt, other = subject.prompt(40), subject.prompt(9)
+    async with subject.served(mode, workers=workers) as (engine, network):
+        sending, task = await begun(engine, network, "clerk", prompt)
+        sending.send(2)
+        await until_computed(engine, 2)
+        subject.check(other, None, await submit(engine, other, None, max_tokens=20))
+        assert computed(engine) == [2]
+        sending.finish()
+        subject.check(prompt, "clerk", await task)
 
-    asyncio.run(body())
 
-
-def test_a_prompt_is_embedded_as_far_as_its_adapter_has_come(subject: Serving) -> None:
+async def test_a_prompt_is_embedded_as_far_as_its_adapter_has_come(subject: Serving) -> None:
     """Its numbers are read after the last layers, beside another prompt that is embedded meanwhile."""
-
-    async def body() -> None:
-        prompt, other = subject.prompt(40), subject.prompt(9)
-        async with subject.served() as (engine, network):
-            task = embed(engine, prompt, "clerk")
-            sending = await network.sending("clerk")
-            sending.send(1)
-            await until_computed(engine, 1)
-            subject.check_embedding(other, None, await embed(engine, other))
-            sending.finish()
-            subject.check_embedding(prompt, "clerk", await task)
-
-    asyncio.run(body())
+    prompt, other = subject.prompt(40), subject.prompt(9)
+    async with subject.served() as (engine, network):
+        task = embed(engine, prompt, "clerk")
+        sending = await network.sending("clerk")
+        sending.send(1)
+        await until_computed(engine, 1)
+        subject.check_embedding(other, None, await embed(engine, other))
+        sending.finish()
+        subject.check_embedding(prompt, "clerk", await task)
 
 
-def test_workers_compute_layers_that_are_only_in_the_host_cache(subject: Serving) -> None:
+async def test_workers_compute_layers_that_are_only_in_the_host_cache(subject: Serving) -> None:
     """Over a link on which nothing arrives."""
-
-    async def body() -> None:
-        prompt = subject.prompt(40)
-        async with subject.served("assisted", workers=True) as (engine, network):
-            backend = backend_of(engine)
-            backend.emulate_link(1.0)
-            sending, task = await begun(engine, network, "clerk", prompt)
-            assert backend.slices_handed_off > 0
-            sending.finish()
-            answer = await task
-            subject.check(prompt, "clerk", answer)
-            assert answer.finish.phases.cpu_layers == LAYERS * len(answer.token_ids)
-
-    asyncio.run(body())
-
-
-def test_other_requests_decode_while_layers_are_awaited(subject: Serving) -> None:
-    async def body() -> None:
-        prompt, other = subject.prompt(40), subject.prompt(9)
-        async with subject.served() as (engine, network):
-            sending, task = await begun(engine, network, "poet", prompt)
-            subject.check(other, None, await submit(engine, other, None, max_tokens=20))
-            assert computed(engine) == [1]
-            sending.finish()
-            subject.check(prompt, "poet", await task)
-
-    asyncio.run(body())
+    prompt = subject.prompt(40)
+    async with subject.served("assisted", workers=True) as (engine, network):
+        backend = backend_of(engine)
+        backend.emulate_link(1.0)
+        sending, task = await begun(engine, network, "clerk", prompt)
+        assert backend.slices_handed_off > 0
+        sending.finish()
+        answer = await task
+        subject.check(prompt, "clerk", answer)
+        assert answer.finish.phases.cpu_layers == LAYERS * len(answer.token_ids)
 
 
 @pytest.mark.parametrize("first", ["poet", "clerk"])
-def test_of_two_streamed_prefills_the_one_with_arrived_layers_is_computed(subject: Serving, first: str) -> None:
-    async def body() -> None:
-        prompt = subject.prompt(30)
-        async with subject.served() as (engine, network):
-            under_way = {name: await begun(engine, network, name, prompt) for name in ("poet", "clerk")}
-            sending, task = under_way.pop(first)
-            sending.finish()
-            subject.check(prompt, first, await task)
-            await until_computed(engine, 1)
-            ((last, (sending, task)),) = under_way.items()
-            sending.finish()
-            subject.check(prompt, last, await task)
-
-    asyncio.run(body())
+async def test_of_two_streamed_prefills_the_one_with_arrived_layers_is_computed(subject: Serving, first: str) -> None:
+    prompt = subject.prompt(30)
+    async with subject.served() as (engine, network):
+        under_way = {name: await begun(engine, network, name, prompt) for name in ("poet", "clerk")}
+        sending, task = under_way.pop(first)
+        sending.finish()
+        subject.check(prompt, first, await task)
+        await until_computed(engine, 1)
+        ((last, (sending, task)),) = under_way.items()
+        sending.finish()
+        subject.check(prompt, last, await task)
 
 
-def test_an_adapter_with_empty_last_layers_is_awaited_to_its_end(subject: Serving) -> None:
-    async def body() -> None:
-        prompt = subject.prompt(30)
-        async with subject.served() as (engine, network):
-            task = submit(engine, prompt, "early")
-            sending = await network.sending("early")
-            sending.send(LAYERS)
-            await until_computed(engine, LAYERS - 1)
-            sending.finish()
-            subject.check(prompt, "early", await task)
-
-    asyncio.run(body())
+async def test_an_adapter_with_empty_last_layers_is_awaited_to_its_end(subject: Serving) -> None:
+    prompt = subject.prompt(30)
+    async with subject.served() as (engine, network):
+        task = submit(engine, prompt, "early")
+        sending = await network.sending("early")
+        sending.send(LAYERS)
+        await until_computed(engine, LAYERS - 1)
+        sending.finish()
+        subject.check(prompt, "early", await task)
 
 
-def test_prompts_beyond_the_limit_of_streamed_prefills_wait_for_the_whole_adapter(subject: Serving) -> None:
-    async def body() -> None:
-        prompts = [subject.prompt(tokens) for tokens in range(20, 26)]
-        async with subject.served() as (engine, network):
-            tasks = [submit(engine, prompt, "poet") for prompt in prompts]
-            sending = await network.sending("poet")
-            sending.send(2)
-            most = engine._limits.streamed_batches
-            await until_computed(engine, *[2] * most)
-            sending.finish()
-            for prompt, task in zip(prompts, tasks, strict=True):
-                subject.check(prompt, "poet", await task)
-
-    asyncio.run(body())
-
-
-def test_a_failed_download_is_reported_and_the_next_request_is_served(subject: Serving) -> None:
-    async def body() -> None:
-        prompt, other = subject.prompt(40), subject.prompt(9)
-        async with subject.served() as (engine, network):
-            decoding = submit(engine, other, None, max_tokens=60)
-            sending, task = await begun(engine, network, "poet", prompt)
-            second = submit(engine, subject.prompt(11), "poet")
-            sending.give_up()
-            for failed in (await task, await second):
-                assert failed.finish.reason == "error"
-                assert isinstance(failed.finish.error, Unreachable)
-                assert failed.token_ids == []
-            engine.check()
-            assert engine.catalog.manager._host_cache._arena.used_bytes == 0
-            again, task = await begun(engine, network, "poet", prompt)
-            again.finish()
-            subject.check(prompt, "poet", await task)
-            subject.check(other, None, await decoding)
-
-    asyncio.run(body())
+async def test_a_failed_download_is_reported_and_the_next_request_is_served(subject: Serving) -> None:
+    prompt, other = subject.prompt(40), subject.prompt(9)
+    async with subject.served() as (engine, network):
+        decoding = submit(engine, other, None, max_tokens=60)
+        sending, task = await begun(engine, network, "poet", prompt)
+        second = submit(engine, subject.prompt(11), "poet")
+        sending.give_up()
+        for failed in (await task, await second):
+            assert failed.finish.reason == "error"
+            assert isinstance(failed.finish.error, Unreachable)
+            assert failed.token_ids == []
+        engine.check()
+        assert engine.catalog.manager._host_cache._arena.used_bytes == 0
+        again, task = await begun(engine, network, "poet", prompt)
+        again.finish()
+        subject.check(prompt, "poet", await task)
+        subject.check(other, None, await decoding)
 
 
-def test_a_cancelled_request_frees_everything_while_the_download_stalls(subject: Serving) -> None:
-    async def body() -> None:
-        prompt = subject.prompt(40)
-        async with subject.served() as (engine, network):
-            sending, task = await begun(engine, network, "poet", prompt)
-            task.cancel()
-            await until(lambda: engine.snapshot().kv_used_blocks == 0)
-            assert computed(engine) == []
-            task = submit(engine, prompt, "poet")
-            await until_computed(engine, 1)
-            sending.finish()
-            subject.check(prompt, "poet", await task)
-
-    asyncio.run(body())
+async def test_a_cancelled_request_frees_everything_while_the_download_stalls(subject: Serving) -> None:
+    prompt = subject.prompt(40)
+    async with subject.served() as (engine, network):
+        sending, task = await begun(engine, network, "poet", prompt)
+        task.cancel()
+        await until(lambda: engine.snapshot().kv_used_blocks == 0)
+        assert computed(engine) == []
+        task = submit(engine, prompt, "poet")
+        await until_computed(engine, 1)
+        sending.finish()
+        subject.check(prompt, "poet", await task)
 
 
-def test_a_streamed_prefill_is_recalled_when_others_need_its_blocks(subject: Serving) -> None:
-    async def body() -> None:
-        prompt, other = subject.prompt(100), subject.prompt(60)
-        async with subject.served(kv_blocks=10) as (engine, network):
-            sending, task = await begun(engine, network, "poet", prompt)
-            subject.check(other, None, await submit(engine, other, None, max_tokens=30))
-            assert computed(engine) == []
-            sending.send(2)
-            sending.finish()
-            subject.check(prompt, "poet", await task)
-
-    asyncio.run(body())
+async def test_a_streamed_prefill_is_recalled_when_others_need_its_blocks(subject: Serving) -> None:
+    prompt, other = subject.prompt(100), subject.prompt(60)
+    async with subject.served(kv_blocks=10) as (engine, network):
+        sending, task = await begun(engine, network, "poet", prompt)
+        subject.check(other, None, await submit(engine, other, None, max_tokens=30))
+        assert computed(engine) == []
+        sending.send(2)
+        sending.finish()
+        subject.check(prompt, "poet", await task)
 
 
 @pytest.mark.parametrize("mode", LAYERWISE_MODES)
-def test_no_request_waits_for_layers_that_cannot_be_copied(subject: Serving, mode: str) -> None:
-    async def body() -> None:
-        prompt = subject.prompt(40)
-        async with subject.served(mode) as (engine, network):
-            sending, task = await begun(engine, network, "poet", prompt)
-            sending.send(2)
-            await until_computed(engine, 2)
-            link = backend_of(engine)._link
-            works, link.copy = link.copy, fails  # type: ignore[method-assign]
-            sending.finish()
-            failed = await task
-            assert failed.finish.reason == "error"
-            assert "could not be copied" in failed.finish.error.message
-            link.copy = works  # type: ignore[method-assign]
-            subject.check(prompt, "poet", await submit(engine, prompt, "poet"))
-
-    asyncio.run(body())
+async def test_no_request_waits_for_layers_that_cannot_be_copied(subject: Serving, mode: str) -> None:
+    prompt = subject.prompt(40)
+    async with subject.served(mode) as (engine, network):
+        sending, task = await begun(engine, network, "poet", prompt)
+        sending.send(2)
+        await until_computed(engine, 2)
+        link = backend_of(engine)._link
+        works, link.copy = link.copy, fails  # type: ignore[method-assign]
+        sending.finish()
+        failed = await task
+        assert failed.finish.reason == "error"
+        assert "could not be copied" in failed.finish.error.message
+        link.copy = works  # type: ignore[method-assign]
+        subject.check(prompt, "poet", await submit(engine, prompt, "poet"))
 
 
 def fails(into: NDArray[np.uint8], what: NDArray[np.uint8]) -> None:
     raise MemoryError("no room")
 
 
-def test_a_request_is_served_to_its_end_after_its_adapter_is_unloaded(subject: Serving) -> None:
-    async def body() -> None:
-        prompt = subject.prompt(40)
-        async with subject.served() as (engine, network):
-            sending, task = await begun(engine, network, "poet", prompt)
-            unloading = asyncio.create_task(engine.unload_adapter("poet"))
-            await until(lambda: engine.catalog.find("poet") is None)
-            sending.send(2)
-            await until_computed(engine, 2)
-            sending.finish()
-            subject.check(prompt, "poet", await task)
-            await unloading
-            assert engine.catalog.manager._host_cache._arena.used_bytes == 0
-
-    asyncio.run(body())
+async def test_a_request_is_served_to_its_end_after_its_adapter_is_unloaded(subject: Serving) -> None:
+    prompt = subject.prompt(40)
+    async with subject.served() as (engine, network):
+        sending, task = await begun(engine, network, "poet", prompt)
+        unloading = asyncio.create_task(engine.unload_adapter("poet"))
+        await until(lambda: engine.catalog.find("poet") is None)
+        sending.send(2)
+        await until_computed(engine, 2)
+        sending.finish()
+        subject.check(prompt, "poet", await task)
+        await unloading
+        assert engine.catalog.manager._host_cache._arena.used_bytes == 0
 
 
-def test_a_local_adapter_is_served_while_a_downloading_one_holds_memory(subject: Serving) -> None:
+async def test_a_local_adapter_is_served_while_a_downloading_one_holds_memory(subject: Serving) -> None:
     """The device has memory for one adapter."""
-
-    async def body() -> None:
-        prompt = subject.prompt(40)
-        sizes = [read_adapter(subject.adapters[name], load_plan(subject.model), aligned_bytes(1 << 20)).spec.num_bytes
-                 for name in ("poet", "clerk")]  # fmt: skip
-        async with subject.served(device_bytes=max(sizes)) as (engine, network):
-            sending, task = await begun(engine, network, "clerk", prompt)
-            sending.finish()
-            subject.check(prompt, "clerk", await task)
-            sending, task = await begun(engine, network, "poet", prompt)
-            assert [version.tier for version in engine.catalog.manager.on_device()] == []
-            subject.check(prompt, "clerk", await submit(engine, prompt, "clerk"))
-            assert computed(engine) == []
-            sending.send(2)
-            assert engine.catalog.manager._names["poet"].tier is AdapterTier.READING
-            sending.finish()
-            subject.check(prompt, "poet", await task)
-
-    asyncio.run(body())
-
-
-def test_modes_that_wait_for_whole_adapters_compute_no_layer_early(subject: Serving) -> None:
-    async def body() -> None:
-        prompt = subject.prompt(40)
-        async with subject.served("overlapped") as (engine, network):
-            task = submit(engine, prompt, "poet")
-            sending = await network.sending("poet")
-            sending.send(2)
-            assert engine.catalog.manager._names["poet"].tier is AdapterTier.READING
-            sending.finish()
-            subject.check(prompt, "poet", await task)
-
-    asyncio.run(body())
+    prompt = subject.prompt(40)
+    sizes = [read_adapter(subject.adapters[name], load_plan(subject.model), aligned_bytes(1 << 20)).spec.num_bytes
+             for name in ("poet", "clerk")]  # fmt: skip
+    async with subject.served(device_bytes=max(sizes)) as (engine, network):
+        sending, task = await begun(engine, network, "clerk", prompt)
+        sending.finish()
+        subject.check(prompt, "clerk", await task)
+        sending, task = await begun(engine, network, "poet", prompt)
+        assert [version.tier for version in engine.catalog.manager.on_device()] == []
+        subject.check(prompt, "clerk", await submit(engine, prompt, "clerk"))
+        assert computed(engine) == []
+        sending.send(2)
+        assert engine.catalog.manager._names["poet"].tier is AdapterTier.READING
+        sending.finish()
+        subject.check(prompt, "poet", await task)

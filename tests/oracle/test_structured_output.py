@@ -5,7 +5,8 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import jsonschema
@@ -56,7 +57,7 @@ async def grammar_of(engine: Engine, schema: dict[str, Any]) -> Grammar:
 
 
 @pytest.mark.parametrize(("kv_bytes", "preempts"), [(64 * MIB, False), (5 * MIB // 8, True)])
-def test_constrained_answers_are_valid_and_change_no_other_answer(
+async def test_constrained_answers_are_valid_and_change_no_other_answer(
     monkeypatch: pytest.MonkeyPatch, kv_bytes: int, preempts: bool
 ) -> None:
     preempted: list[ActiveRequest] = []
@@ -68,40 +69,35 @@ def test_constrained_answers_are_valid_and_change_no_other_answer(
     names = [None, *ADAPTERS]
     prompts = [tuple(rng.randrange(5, 500) for _ in range(rng.randrange(4, 30))) for _ in range(24)]
 
-    async def serve() -> None:
-        settings = engine_config(seqs=12, kv_bytes=kv_bytes, prefix_caching=False)
-        async with running(
-            model_config(demo.model_folder(), max_model_len=256), lora_config(ADAPTERS), settings
-        ) as engine:
-            free = [(prompt, names[at % len(names)]) for at, prompt in enumerate(prompts[:8])]
-            alone = [(await submit(engine, *asked, max_tokens=40)).token_ids for asked in free]
-            grammars = [await grammar_of(engine, schema) for schema in SCHEMAS]
-            constrained = [
-                submit(
-                    engine,
-                    prompt,
-                    names[at % len(names)],
-                    grammar=grammars[at % len(grammars)],
-                    ignore_eos=False,
-                    max_tokens=120,
-                    temperature=1.0,
-                    seed=at,
-                    logprobs=2,
-                )
-                for at, prompt in enumerate(prompts)
-            ]
-            together = [submit(engine, *asked, max_tokens=40) for asked in free]
-            for at, answer in enumerate(await asyncio.gather(*constrained)):
-                assert answer.finish.reason == "stop"
-                jsonschema.validate(json.loads(answer.text), SCHEMAS[at % len(SCHEMAS)])
-            assert [answer.token_ids for answer in await asyncio.gather(*together)] == alone
-
-    asyncio.run(serve())
+    settings = engine_config(seqs=12, kv_bytes=kv_bytes, prefix_caching=False)
+    async with running(model_config(demo.model_folder(), max_model_len=256), lora_config(ADAPTERS), settings) as engine:
+        free = [(prompt, names[at % len(names)]) for at, prompt in enumerate(prompts[:8])]
+        alone = [(await submit(engine, *asked, max_tokens=40)).token_ids for asked in free]
+        grammars = [await grammar_of(engine, schema) for schema in SCHEMAS]
+        constrained = [
+            submit(
+                engine,
+                prompt,
+                names[at % len(names)],
+                grammar=grammars[at % len(grammars)],
+                ignore_eos=False,
+                max_tokens=120,
+                temperature=1.0,
+                seed=at,
+                logprobs=2,
+            )
+            for at, prompt in enumerate(prompts)
+        ]
+        together = [submit(engine, *asked, max_tokens=40) for asked in free]
+        for at, answer in enumerate(await asyncio.gather(*constrained)):
+            assert answer.finish.reason == "stop"
+            jsonschema.validate(json.loads(answer.text), SCHEMAS[at % len(SCHEMAS)])
+        assert [answer.token_ids for answer in await asyncio.gather(*together)] == alone
     assert any(active.request.inputs.params.grammar for active in preempted) is preempts
 
 
 @pytest.mark.parametrize("tool_format", [HERMES, LLAMA3, MISTRAL], ids=lambda one: one.name)
-def test_required_calls_of_several_adapters_always_parse(tool_format: ToolFormat) -> None:
+async def test_required_calls_of_several_adapters_always_parse(tool_format: ToolFormat) -> None:
     rng = random.Random(7)
     names = [None, *ADAPTERS]
     prompts = [tuple(rng.randrange(5, 500) for _ in range(rng.randrange(4, 30))) for _ in range(12)]
@@ -115,41 +111,37 @@ def test_required_calls_of_several_adapters_always_parse(tool_format: ToolFormat
     }
     schemas = {"add_person": compact, "count": count}
 
-    async def serve() -> None:
-        settings = engine_config(seqs=12, kv_bytes=64 * MIB, prefix_caching=False)
-        async with running(model_config(demo.model_folder()), lora_config(ADAPTERS), settings) as engine:
-            tools = [(name, json.dumps(schema)) for name, schema in schemas.items()]
-            text = calls_grammar(tools, tool_format, engine.tokenizer.special_id, several=False, with_text=False)
-            grammar = await engine.tokenizer.grammars.compile(GrammarSource("lark", text, "tools"))
-            options: dict[str, Any] = {"grammar": grammar, "ignore_eos": False, "max_tokens": 200, "temperature": 1.0}
-            submitted = [
-                submit(engine, prompt, names[at % len(names)], seed=at, **options) for at, prompt in enumerate(prompts)
-            ]
-            for answer in await asyncio.gather(*submitted):
-                assert answer.finish.reason == "stop"
-                parser = ToolCallParser(tool_format)
-                start, *parts = parser.push(answer.text) + parser.finish()
-                assert isinstance(start, CallStart)
-                assert all(isinstance(part, ArgumentsPart) for part in parts)
-                arguments = json.loads("".join(part.text for part in parts if isinstance(part, ArgumentsPart)))
-                jsonschema.validate(arguments, schemas[start.name])
-
-    asyncio.run(serve())
+    settings = engine_config(seqs=12, kv_bytes=64 * MIB, prefix_caching=False)
+    async with running(model_config(demo.model_folder()), lora_config(ADAPTERS), settings) as engine:
+        tools = [(name, json.dumps(schema)) for name, schema in schemas.items()]
+        text = calls_grammar(tools, tool_format, engine.tokenizer.special_id, several=False, with_text=False)
+        grammar = await engine.tokenizer.grammars.compile(GrammarSource("lark", text, "tools"))
+        options: dict[str, Any] = {"grammar": grammar, "ignore_eos": False, "max_tokens": 200, "temperature": 1.0}
+        submitted = [
+            submit(engine, prompt, names[at % len(names)], seed=at, **options) for at, prompt in enumerate(prompts)
+        ]
+        for answer in await asyncio.gather(*submitted):
+            assert answer.finish.reason == "stop"
+            parser = ToolCallParser(tool_format)
+            start, *parts = parser.push(answer.text) + parser.finish()
+            assert isinstance(start, CallStart)
+            assert all(isinstance(part, ArgumentsPart) for part in parts)
+            arguments = json.loads("".join(part.text for part in parts if isinstance(part, ArgumentsPart)))
+            jsonschema.validate(arguments, schemas[start.name])
 
 
-def ask_the_cpu(ask: Callable[[Engine], Awaitable[None]]) -> None:
-    async def serve() -> None:
-        settings = engine_config(seqs=4, kv_bytes=4 * MIB)
-        async with (
-            asyncio.timeout(PATIENCE_S),
-            running(model_config(demo.model_folder(), max_model_len=64), lora_config({}), settings) as engine,
-        ):
-            await ask(engine)
+@asynccontextmanager
+async def demo_engine() -> AsyncIterator[Engine]:
+    """Yields an engine without adapters for at most a minute."""
+    settings = engine_config(seqs=4, kv_bytes=4 * MIB)
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        running(model_config(demo.model_folder(), max_model_len=64), lora_config({}), settings) as engine,
+    ):
+        yield engine
 
-    asyncio.run(serve())
 
-
-def test_masks_are_written_while_the_pass_that_needs_them_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_masks_are_written_while_the_pass_that_needs_them_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     passes, run = threading.Semaphore(0), ThreadTeam.run
 
     def counting(team: ThreadTeam, function: Callable[..., None], *arguments: Any) -> None:
@@ -160,21 +152,19 @@ def test_masks_are_written_while_the_pass_that_needs_them_runs(monkeypatch: pyte
         assert passes.acquire(timeout=PATIENCE_S)
         return [5 + count]
 
-    async def ask(engine: Engine) -> None:
+    async with demo_engine() as engine:
         monkeypatch.setattr(ThreadTeam, "run", counting)
         answer = await submit(engine, [5, 6], max_tokens=8, grammar=FakeGrammar(when_it_has_begun))
         assert answer.token_ids == list(range(5, 13))
 
-    ask_the_cpu(ask)
 
-
-def test_a_matcher_that_fails_ends_its_request_alone() -> None:
+async def test_a_matcher_that_fails_ends_its_request_alone() -> None:
     def failing(count: int) -> list[int]:
         if count == 3:
             raise GrammarTooComplex("too many states")
         return [5 + count]
 
-    async def ask(engine: Engine) -> None:
+    async with demo_engine() as engine:
         refused = submit(engine, [5, 6], max_tokens=8, grammar=FakeGrammar(failing))
         right = submit(engine, [5, 6], max_tokens=8, grammar=FakeGrammar(lambda count: [5 + count]))
         assert (await right).token_ids == list(range(5, 13))
@@ -183,14 +173,10 @@ def test_a_matcher_that_fails_ends_its_request_alone() -> None:
         assert error is not None
         assert error.code == "grammar_too_complex"
 
-    ask_the_cpu(ask)
 
-
-def test_a_finished_requests_matcher_is_freed_at_once() -> None:
-    async def ask(engine: Engine) -> None:
-        loop, freed = asyncio.get_running_loop(), asyncio.Event()
-        grammar = FakeGrammar(lambda count: [5 + count], lambda: loop.call_soon_threadsafe(freed.set))
+async def test_a_finished_requests_matcher_is_freed_at_once() -> None:
+    loop, freed = asyncio.get_running_loop(), asyncio.Event()
+    grammar = FakeGrammar(lambda count: [5 + count], lambda: loop.call_soon_threadsafe(freed.set))
+    async with demo_engine() as engine:
         await submit(engine, [5, 6], max_tokens=20, grammar=grammar)
         await freed.wait()
-
-    ask_the_cpu(ask)

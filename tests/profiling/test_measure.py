@@ -117,20 +117,13 @@ class ExactBackend:
         self.most_ranks = max(self.most_ranks, self.ranks, key=len)
         done(None)
 
-    def extend_load(self, slot: int, layers: int) -> None:
-        self.faults.append("a load of which not all was there")
-
-    def break_load(self, slot: int, cause: Exception) -> None:
-        self.faults.append("a load of which not all was there")
-
-    def recall(self, slot: int) -> None:
-        self.faults.append("an invalid side batch")
-
     def device_bytes(self, spec: AdapterSpec) -> int:
         return spec.num_bytes
 
-    def release_vectors(self, slot: int) -> None:
-        raise AssertionError("no request has vectors")
+    def _unexpected(self, *_: object) -> None:
+        self.faults.append("a load of which not all was there, a side batch, or vectors")
+
+    extend_load = break_load = recall = release_vectors = _unexpected
 
     def unload_adapter(self, slot: int) -> None:
         self.ranks = {bound: rank for bound, rank in self.ranks.items() if bound != slot}
@@ -139,21 +132,11 @@ class ExactBackend:
         pass
 
 
-LARGE = Limits(
-    num_blocks=500,
-    block_tokens=16,
-    num_slots=64,
-    adapter_slots=1025,
-    max_step_tokens=256,
-    max_context=1024,
-    embedding_size=1,
-)
-SMALL = Limits(
-    num_blocks=9, block_tokens=16, num_slots=3, adapter_slots=5, max_step_tokens=40, max_context=48, embedding_size=1
-)
 TINY = Limits(
     num_blocks=4, block_tokens=16, num_slots=8, adapter_slots=5, max_step_tokens=40, max_context=24, embedding_size=1
 )
+SMALL = replace(TINY, num_blocks=9, num_slots=3, max_context=48)
+LARGE = replace(TINY, num_blocks=500, num_slots=64, adapter_slots=1025, max_step_tokens=256, max_context=1024)
 
 
 def quick(backend: ExactBackend, progress: Callable[[float], None] = lambda share: None) -> Profile:
@@ -169,6 +152,8 @@ def test_a_profile_predicts_the_times_of_its_backend(limits: Limits) -> None:
     assert (decode.beta_ms, decode.gamma_ms, decode.alpha_ms) == pytest.approx(DECODE)
     assert fit.r2 == decode.r2 == pytest.approx(1.0)
     assert backend.faults == []
+    assert backend.ranks == {BASE_ADAPTER_SLOT: 0}, "it is left without adapters"
+    assert set(backend.most_ranks.values()) == {0, 8, 32}
 
 
 def test_a_profile_names_its_machine_and_model() -> None:
@@ -318,13 +303,6 @@ def test_models_with_different_times_have_different_keys() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_a_backend_is_left_without_adapters() -> None:
-    backend = ExactBackend(LARGE)
-    quick(backend)
-    assert backend.ranks == {BASE_ADAPTER_SLOT: 0}
-    assert set(backend.most_ranks.values()) == {0, 8, 32}
-
-
 def test_a_backend_that_fails_is_reported_and_left_without_adapters() -> None:
     backend = ExactBackend(LARGE)
     backend.failing = True
@@ -426,7 +404,7 @@ def first_layer(plan: DecoderPlan, adapter: HostAdapter) -> Iterator[tuple[Linea
             yield plan.layers[0].linears[span.linear], *matrices(adapter, span, plan)
 
 
-def test_random_adapters_have_weights_everywhere_and_zeros_as_padding() -> None:
+def test_random_adapters_have_small_weights_everywhere_and_zeros_as_padding() -> None:
     model = odd_spec()
     layout = adapter_spec(model, Dtype.F32, 16, len(model.layers))
     memory = aligned_bytes(layout.num_bytes + 64)
@@ -436,16 +414,12 @@ def test_random_adapters_have_weights_everywhere_and_zeros_as_padding() -> None:
             assert (matrix[:, :width] != 0).all()
             assert (matrix[:, width:] == 0).all()
     assert (memory[layout.num_bytes :] == 255).all()
-
-
-@pytest.mark.parametrize("dtype", [Dtype.F16, Dtype.BF16])
-def test_random_adapters_of_16_bits_hold_small_numbers(dtype: Dtype) -> None:
-    model = odd_spec()
-    layout = adapter_spec(model, dtype, 8, len(model.layers))
-    words = random_adapter(model, layout, aligned_bytes(layout.num_bytes)).data.view(np.uint16)
-    values = words.view(np.float16) if dtype is Dtype.F16 else (words.astype(np.uint32) << 16).view(np.float32)
-    assert np.isfinite(values).all()
-    assert 0.01 < values[values != 0].astype(np.float32).std() < 0.03
+    for dtype in (Dtype.F16, Dtype.BF16):
+        layout = adapter_spec(model, dtype, 8, len(model.layers))
+        words = random_adapter(model, layout, aligned_bytes(layout.num_bytes)).data.view(np.uint16)
+        values = words.view(np.float16) if dtype is Dtype.F16 else (words.astype(np.uint32) << 16).view(np.float32)
+        assert np.isfinite(values).all()
+        assert 0.01 < values[values != 0].astype(np.float32).std() < 0.03
 
 
 def test_the_rate_on_one_core_counts_the_whole_product() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from caraserve.bench.client.connection import HttpExchange
+from caraserve.bench.records import PlannedRequest
 
 # Token ids in every vocabulary: above the special tokens at the start of most, and within the 256 byte tokens.
 _FIRST_ID, _LAST_ID = 16, 240
@@ -41,15 +42,12 @@ _SHOWN_CHARACTERS = 200  # of an invalid response, in error messages
 
 
 @dataclass(frozen=True, slots=True)
-class ClientRequest:
-    """One request, independent of the endpoint's dialect."""
+class LoadSettings:
+    """The seed of prompts, and options of sending."""
 
-    model: str | None  # an adapter's name; None: the base model
-    prompt_seed: int
-    index: int
-    prompt_tokens: int
-    output_tokens: int
-    ignore_eos: bool
+    seed: int
+    ignore_eos: bool = True
+    max_concurrency: int | None = None  # limit of requests in flight, in a closed loop; None: open loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +77,21 @@ class OpenAICompletions:
     base: str
     path: str = "/v1/completions"
 
-    def body(self, request: ClientRequest) -> dict[str, Any]:
+    def body(self, request: PlannedRequest, model: str | None, settings: LoadSettings) -> dict[str, Any]:
+        """Returns the request as JSON values. `model`: an adapter's name; None: the base model."""
         body = {
-            "model": request.model or self.base,
+            "model": model or self.base,
             "max_tokens": request.output_tokens,
             "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **self._prompt(request),
+            **self._prompt(request, settings.seed),
         }
         # Extensions of vLLM, which other servers may refuse. With token ids, tokens without text have an event too.
-        return body | ({"ignore_eos": True, "return_token_ids": True} if request.ignore_eos else {})
+        return body | ({"ignore_eos": True, "return_token_ids": True} if settings.ignore_eos else {})
 
-    def _prompt(self, request: ClientRequest) -> dict[str, Any]:
-        return {"prompt": token_ids(request.prompt_seed, request.index, request.prompt_tokens)}
+    def _prompt(self, request: PlannedRequest, seed: int) -> dict[str, Any]:
+        return {"prompt": token_ids(seed, request.index, request.prompt_tokens)}
 
     def read(self, event: dict[str, Any]) -> StreamEvent:
         usage = event.get("usage")
@@ -116,13 +115,13 @@ class PromptEmbeds(OpenAICompletions):
 
     hidden: int = 0
 
-    def body(self, request: ClientRequest) -> dict[str, Any]:
-        body = OpenAICompletions.body(self, request)
+    def body(self, request: PlannedRequest, model: str | None, settings: LoadSettings) -> dict[str, Any]:
+        body = OpenAICompletions.body(self, request, model, settings)
         body.pop("return_token_ids", None)  # a prompt of vectors has no ids
         return body
 
-    def _prompt(self, request: ClientRequest) -> dict[str, Any]:
-        rng = np.random.default_rng([request.prompt_seed, request.index])
+    def _prompt(self, request: PlannedRequest, seed: int) -> dict[str, Any]:
+        rng = np.random.default_rng([seed, request.index])
         vectors = rng.standard_normal((request.prompt_tokens, self.hidden), np.float32).astype(np.float16)
         tensor = {"dtype": "F16", "shape": vectors.shape, "data_offsets": [0, vectors.nbytes]}
         head = orjson.dumps({"embeds": tensor})
@@ -136,8 +135,8 @@ class OpenAIChat(OpenAICompletions):
 
     path: str = "/v1/chat/completions"
 
-    def _prompt(self, request: ClientRequest) -> dict[str, Any]:
-        content = random_text(request.prompt_seed, request.index, request.prompt_tokens)
+    def _prompt(self, request: PlannedRequest, seed: int) -> dict[str, Any]:
+        content = random_text(seed, request.index, request.prompt_tokens)
         return {"messages": [{"role": "user", "content": content}]}
 
 
@@ -148,16 +147,15 @@ class LlamaCpp:
     ids: Mapping[str, int]
     path: str = "/completion"
 
-    def body(self, request: ClientRequest) -> dict[str, Any]:
-        chosen = [{"id": self.ids[request.model], "scale": 1.0}] if request.model is not None else []
+    def body(self, request: PlannedRequest, model: str | None, settings: LoadSettings) -> dict[str, Any]:
         return {
-            "prompt": token_ids(request.prompt_seed, request.index, request.prompt_tokens),
+            "prompt": token_ids(settings.seed, request.index, request.prompt_tokens),
             "n_predict": request.output_tokens,
             "temperature": 0.0,
-            "ignore_eos": request.ignore_eos,
+            "ignore_eos": settings.ignore_eos,
             "cache_prompt": False,
             "stream": True,
-            "lora": chosen,
+            "lora": [] if model is None else [{"id": self.ids[model], "scale": 1.0}],
         }
 
     def read(self, event: dict[str, Any]) -> StreamEvent:
@@ -179,12 +177,6 @@ def request_head(dialect: Dialect, root: str, headers: Mapping[str, str]) -> str
     return "\r\n".join([f"POST {parts.path}{dialect.path} HTTP/1.1", *lines, "Content-Length: "])
 
 
-def encode(dialect: Dialect, head: str, request: ClientRequest) -> bytes:
-    """Returns the bytes of a complete HTTP request."""
-    body = orjson.dumps(dialect.body(request))
-    return f"{head}{len(body)}\r\n\r\n".encode("latin-1") + body
-
-
 def decode(dialect: Dialect, exchange: HttpExchange) -> ParsedAnswer:
     """Parses a response. Errors of the connection, of HTTP and in the stream are returned in it, not raised."""
     if exchange.error is not None:
@@ -192,7 +184,7 @@ def decode(dialect: Dialect, exchange: HttpExchange) -> ParsedAnswer:
     if exchange.status != 200:
         return ParsedAnswer((), 0, None, error=f"HTTP {exchange.status}: {_message(exchange.body)}")
     token_s: list[float] = []
-    output_tokens = prompt_tokens = None
+    output_tokens = prompt_tokens = error = None
     phases = _phases(exchange.headers.get(_PHASES, ""))
     for at_s, line in _lines(exchange.pieces):
         if line.startswith(b": phases "):
@@ -201,21 +193,23 @@ def decode(dialect: Dialect, exchange: HttpExchange) -> ParsedAnswer:
             continue
         try:
             event = orjson.loads(line[5:])
-        except orjson.JSONDecodeError:
-            return ParsedAnswer(tuple(token_s), len(token_s), prompt_tokens, error=f"not JSON: {_shown(line)}")
-        if isinstance(event, dict) and event.get("error"):
-            return ParsedAnswer(tuple(token_s), len(token_s), prompt_tokens, phases, _message(orjson.dumps(event)))
-        try:
+            if isinstance(event, dict) and event.get("error"):
+                error = _message(orjson.dumps(event))
+                break
             said = dialect.read(event)
+        except orjson.JSONDecodeError:
+            error = f"not JSON: {_shown(line)}"
+            break
         except (AttributeError, KeyError, TypeError):
-            return ParsedAnswer(tuple(token_s), len(token_s), prompt_tokens, error=f"not an event: {_shown(line)}")
+            error = f"not an event: {_shown(line)}"
+            break
         token_s.extend([at_s] * said.tokens)
         output_tokens = said.output_tokens if said.output_tokens is not None else output_tokens
         prompt_tokens = said.prompt_tokens if said.prompt_tokens is not None else prompt_tokens
     if not token_s:
-        return ParsedAnswer((), 0, prompt_tokens, phases, "the answer has no tokens")
-    count = len(token_s) if output_tokens is None else output_tokens
-    return ParsedAnswer(tuple(token_s), count, prompt_tokens, phases)
+        error = error or "the answer has no tokens"
+    count = output_tokens if output_tokens is not None and error is None else len(token_s)
+    return ParsedAnswer(tuple(token_s), count, prompt_tokens, phases, error)
 
 
 def _lines(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:

@@ -1,10 +1,8 @@
 """Finds out an endpoint's address, dialect, base model and adapters, and how many of them a server has loaded."""
 
-import asyncio
 import re
 import ssl
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,11 +10,10 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from caraserve.bench.client.dialects import Dialect, LlamaCpp, OpenAIChat, OpenAICompletions
-from caraserve.errors import BackendFailed, ConfigError
+from caraserve.errors import ConfigError
 
 _PATIENCE_S = 10.0
 _LOADS = re.compile(r"^caraserve:adapter_loads_(total|under_way)\{[^}]*\} (\S+)", re.MULTILINE)
-_LISTED_S = 60.0  # for other instances to announce their adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +93,6 @@ async def adapter_loads(endpoint: Endpoint) -> AdapterLoads:
     for name, count in samples:
         counts[name] += int(float(count))
     return AdapterLoads(counts["total"], counts["under_way"])
-
-
-async def await_adapters(url: str, names: Collection[str]) -> None:
-    """Returns when the server at `url` lists these adapters, which other instances may hold.
-
-    Raises ConfigError if it does not answer, BackendFailed if it does not list them within 60 s.
-    """
-    missing = set(names)
-    ends_s = time.monotonic() + _LISTED_S
-    while missing := missing - (await _openai_models(url, {}))[-1]:
-        if time.monotonic() > ends_s:
-            raise BackendFailed(f"{url} does not list {min(missing)!r} and {len(missing) - 1} other adapters")
-        await asyncio.sleep(0.1)
 
 
 async def _openai_models(

@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import orjson
+
 from caraserve.bench.client.connection import Connections, HttpExchange
-from caraserve.bench.client.dialects import ClientRequest, decode, encode, request_head
+from caraserve.bench.client.dialects import LoadSettings, decode, request_head
 from caraserve.bench.client.endpoint import Endpoint
 from caraserve.bench.records import PlannedRequest, RequestRecord, Run, Workload
 
@@ -88,15 +90,6 @@ class RunProgress:
     recent_ttft_s: list[float] = field(default_factory=list)  # of the last 200 completed requests
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSettings:
-    """The seed of prompts, and options of sending."""
-
-    seed: int
-    ignore_eos: bool = True
-    max_concurrency: int | None = None  # limit of requests in flight, in a closed loop; None: open loop
-
-
 class Player:
     """Performs one run; `stop` can be called at any time from the event loop."""
 
@@ -115,9 +108,10 @@ class Player:
         self._planned = workload.requests
         endpoints = (endpoint, *others)
         heads = [request_head(one.dialect, one.root, one.headers) for one in endpoints]
+        bodies = (orjson.dumps(endpoint.dialect.body(one, self._model(one), settings)) for one in self._planned)
         self._requests = [
-            encode(endpoint.dialect, heads[place % len(heads)], self._asked(planned))
-            for place, planned in enumerate(self._planned)
+            f"{heads[place % len(heads)]}{len(body)}\r\n\r\n".encode("latin-1") + body
+            for place, body in enumerate(bodies)
         ]
         self._exchanges: dict[int, HttpExchange] = {}
         self._waiting: list[int] = []  # closed loop: requests that are due while `max_concurrency` are in flight
@@ -129,7 +123,8 @@ class Player:
 
     async def play(self) -> Run:
         """Sends all requests and waits for all responses. Raises OSError when the endpoint cannot be reached."""
-        _allow_many_connections()
+        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each request in flight needs one
         for connections in self._connections:
             await connections.warm_up()
         if self._stopped:
@@ -186,22 +181,11 @@ class Player:
         if self._stopped:
             return
         if self._waiting:
-            index = self._waiting.pop(0)
-            self._send(index)
+            self._send(self._waiting.pop(0))
         elif live.done == live.total:
             self._ended.set()
 
     # --- records ---
-
-    def _asked(self, planned: PlannedRequest) -> ClientRequest:
-        return ClientRequest(
-            model=self._model(planned),
-            prompt_seed=self._settings.seed,
-            index=planned.index,
-            prompt_tokens=planned.prompt_tokens,
-            output_tokens=planned.output_tokens,
-            ignore_eos=self._settings.ignore_eos,
-        )
 
     def _model(self, planned: PlannedRequest) -> str | None:
         return None if planned.adapter is None else self._names[planned.adapter]
@@ -246,16 +230,7 @@ def _undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def _allow_many_connections() -> None:
-    """Raises the soft limit of open files, often 1024, to the hard one: each request in flight needs a connection."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-Progress = Callable[[RunProgress], None]
-
-
-async def report_progress(player: Player, shown: Progress, every_s: float) -> None:
+async def report_progress(player: Player, shown: Callable[[RunProgress], None], every_s: float) -> None:
     """Calls `shown` with a run's progress every `every_s` seconds until cancelled."""
     while True:
         await asyncio.sleep(every_s)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from statistics import median
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,9 +92,7 @@ class HandoffBench:
             at += spec.num_bytes
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._backend.close()
 
     def exchange(self, dtype: Dtype, rank: int, tokens: int, workers: int) -> RoundTrip:

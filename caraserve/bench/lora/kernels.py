@@ -7,6 +7,7 @@ adapter has so many layers that weights are read from memory, as they are when a
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -92,9 +93,10 @@ def measure(case: KernelCase) -> KernelPoint:
     from caraserve.cpu.peak import peak_flops  # here, because this import compiles kernels
 
     layers = max(1, _WEIGHTS_BYTES // (2 * case.hidden * case.rank * len(QKV) * case.dtype.itemsize))
-    contestants: dict[str, Callable[[], float]] = {"ours": _ours(case, layers), "torch": _torch(case, layers)}
+    contestants: dict[str, Callable[[], float]] = {"ours": _ours(case, layers)}
+    contestants["torch"] = partial(_mean_s, torch_layers(case, layers, threads=1), layers)
     if case.dtype is Dtype.F32:
-        contestants["numpy"] = _numpy(case, layers)
+        contestants["numpy"] = partial(_mean_s, _numpy_layers(case, layers), layers)
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
     peaks = []
     for layer_s in contestants.values():
@@ -149,12 +151,7 @@ def torch_layers(case: KernelCase, layers: int, threads: int) -> Callable[[int],
     return compute
 
 
-def _torch(case: KernelCase, layers: int) -> Callable[[], float]:
-    compute = torch_layers(case, layers, threads=1)
-    return lambda: _mean_s(compute, layers)
-
-
-def _numpy(case: KernelCase, layers: int) -> Callable[[], float]:
+def _numpy_layers(case: KernelCase, layers: int) -> Callable[[int], None]:
     rng = np.random.default_rng(0)
     x = rng.random((case.tokens, case.hidden), np.float32)
     a = [rng.random((len(QKV) * case.rank, case.hidden), np.float32).T for _ in range(layers)]
@@ -166,7 +163,7 @@ def _numpy(case: KernelCase, layers: int) -> Callable[[], float]:
         for site in range(len(QKV)):
             np.matmul(shrunk[:, site * case.rank : (site + 1) * case.rank], b[layer][site], out=out[site])
 
-    return lambda: _mean_s(compute, layers)
+    return compute
 
 
 def _mean_s(compute: Callable[[int], Any], layers: int) -> float:

@@ -5,7 +5,7 @@ workers beyond their computing, over shared memory and over a UNIX socket; and c
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -13,17 +13,17 @@ from types import ModuleType
 from typing import TypeVar
 
 from rich.console import Console
+from rich.table import Table
 
 from caraserve.bench.checkout import laboratory
-from caraserve.bench.console import open_console, write_document
 from caraserve.bench.lora import PARTS
 from caraserve.bench.lora.handoff import HandoffBench, RoundTripPoint, ThreadsPoint, beside_threads, round_trips
 from caraserve.bench.lora.kernels import GpuPoint, KernelCase, KernelPoint, measure
 from caraserve.bench.lora.process import pinned_process
-from caraserve.bench.lora.report import draw, tables
 from caraserve.bench.records import machine, versions
 from caraserve.bench.report.files import as_json, make_folder, write_files
-from caraserve.bench.report.plots import NO_FIGURES, can_draw
+from caraserve.bench.report.plots import NO_FIGURES, Look, Panel, Series, can_draw, draw_panels
+from caraserve.bench.report.tables import NONE, TextTable, open_console, to_rich, write_document
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver.detect import detect
 from caraserve.model.dtype import Dtype
@@ -97,7 +97,14 @@ def bench_lora(
     report = LoraReport(effort.hidden, tuple(cores))
     try:
         with terminal_bar() as progress:
-            task = progress.add_task("measuring", total=_steps(parts, effort, len(cores)))
+            teams = len({1, len(cores)})  # one worker, and all
+            steps = {
+                "kernels": len(effort.ranks) * len(effort.tokens) * len(effort.dtypes),
+                "round-trip": 2 * teams * len(effort.round_trip_tokens),
+                "threads": teams * len(effort.ranks),
+                "gpu": 1,
+            }
+            task = progress.add_task("measuring", total=sum(steps[part] for part in parts))
             if not console.is_terminal:
                 console.print(f"measuring {', '.join(parts)} on cores {', '.join(map(str, cores))}")
             _measure(report, parts, effort, lambda: progress.advance(task))
@@ -128,17 +135,6 @@ def _parts(requested: Sequence[str] | None, console: Console) -> Sequence[str]:
 def _gpu_bench() -> ModuleType:
     """Returns the module of stage `lora` of `scripts/gpu_check`, which measures the GPU's kernels."""
     return laboratory("gpu.lora", "lora --parts gpu")
-
-
-def _steps(parts: Sequence[str], effort: LoraEffort, cores: int) -> int:
-    worker_counts = len({1, cores})
-    counts = {
-        "kernels": len(effort.ranks) * len(effort.tokens) * len(effort.dtypes),
-        "round-trip": 2 * worker_counts * len(effort.round_trip_tokens),
-        "threads": worker_counts * len(effort.ranks),
-        "gpu": 1,
-    }
-    return sum(counts[part] for part in parts)
 
 
 def _measure(report: LoraReport, parts: Sequence[str], effort: LoraEffort, advance: Callable[[], None]) -> None:
@@ -180,3 +176,109 @@ def _show(report: LoraReport, save: Path | None, as_line: bool) -> None:
         if not can_draw():
             console.print(NO_FIGURES)
     write_document(document, as_line)
+
+
+# --- tables and the figure ---
+
+
+def tables(
+    kernels: Sequence[KernelPoint],
+    round_trips: Sequence[RoundTripPoint],
+    threads: Sequence[ThreadsPoint],
+    gpu: Sequence[GpuPoint] = (),
+) -> Iterator[Table]:
+    """Yields a table for each part that was measured."""
+    every = (
+        TextTable(
+            "q, k and v of one layer on one core",
+            ("dtype", "rank", "tokens", "GFLOP/s", "of the core's peak", "× torch", "× NumPy"),
+            [
+                (
+                    *(one.dtype, str(one.rank), str(one.tokens), f"{one.ours:.0f}", f"{one.share_of_peak:.0%}"),
+                    *(f"{one.ours / one.torch:.1f}", NONE if one.numpy is None else f"{one.ours / one.numpy:.1f}"),
+                )
+                for one in kernels
+            ],
+        ),
+        TextTable(
+            "one hand-off of q, k and v",
+            ("workers", "tokens", "through", "µs", "beyond computing, µs", "p99"),
+            [
+                (
+                    *(str(trip.workers), str(trip.tokens), trip.transport),
+                    *(f"{trip.total_us:,.0f}", f"{trip.beyond_us:,.1f}", f"{trip.beyond_p99_us:,.0f}"),
+                )
+                for trip in round_trips
+            ],
+        ),
+        TextTable(
+            "256 tokens, fp32: CPU LoRA workers beside torch's threads",
+            ("cores", "rank", "workers, ms", "torch, ms", "torch ÷ workers"),
+            [
+                (str(at.cores), str(at.rank), *(f"{x:.2f}" for x in (at.workers_ms, at.torch_ms, at.ratio)))
+                for at in threads
+            ],
+        ),
+        TextTable(
+            "q, k and v of one layer on the GPU, every row another adapter, bf16",
+            ("rows", "rank", "µs", "MB", "of the memory's bandwidth", "× torch.bmm"),
+            [
+                (
+                    *(str(at.rows), "+".join(map(str, at.ranks)), f"{at.us:.1f}", f"{at.mbytes:.1f}"),
+                    *(f"{at.share_of_floor:.0%}", NONE if at.torch_us is None else f"{at.torch_us / at.us:.1f}"),
+                )
+                for at in gpu
+            ],
+        ),
+    )
+    yield from (to_rich(table) for table in every if table.rows)
+
+
+def draw(
+    kernels: Sequence[KernelPoint], round_trips: Sequence[RoundTripPoint], threads: Sequence[ThreadsPoint]
+) -> bytes:
+    """Draws the measured parts. Needs matplotlib."""
+    panels, looks = [], []
+    for dtype in dict.fromkeys(point.dtype for point in kernels):
+        points = [point for point in kernels if point.dtype == dtype]
+        panels.append(_speeds(dtype, points))
+        looks.append(Look("x", levels={"fp32 peak": max(point.peak for point in points)}))
+    if round_trips:
+        panels.append(_round_trips(round_trips))
+        looks.append(Look("y", numbers="%.0f"))
+    if threads:
+        panels.append(_threads(threads))
+    return draw_panels(panels, looks)
+
+
+def _speeds(dtype: str, points: Sequence[KernelPoint]) -> Panel:
+    """Returns speeds over tokens: a line per rank, and torch's in grey."""
+    lines = []
+    for rank in sorted({point.rank for point in points}):
+        at = [point for point in points if point.rank == rank]
+        tokens = tuple(float(point.tokens) for point in at)
+        lines.append(Series(f"rank {rank}", tuple(point.ours for point in at), tokens))
+        lines.append(Series(f"torch, rank {rank}", tuple(point.torch for point in at), tokens, theirs=True))
+    return Panel(dtype, "GFLOP/s, one core", tuple(lines), "tokens")
+
+
+def _round_trips(points: Sequence[RoundTripPoint]) -> Panel:
+    """Returns the time beyond computing, with a bar for each transport."""
+    kinds = dict.fromkeys((point.workers, point.tokens) for point in points)
+    bars = []
+    for transport in dict.fromkeys(point.transport for point in points):
+        beyond_us = {(one.workers, one.tokens): one.beyond_us for one in points if one.transport == transport}
+        bars.append(Series(transport, tuple(beyond_us.get(kind) for kind in kinds)))
+    names = tuple(f"{tokens} tokens, {workers} worker{'s' * (workers > 1)}" for workers, tokens in kinds)
+    return Panel("hand-off of q, k and v", "time beyond computing, µs", tuple(bars), categories=names)
+
+
+def _threads(points: Sequence[ThreadsPoint]) -> Panel:
+    """Returns times by rank: a line per number of cores, and torch's in grey."""
+    lines = []
+    for cores in sorted({point.cores for point in points}):
+        at, label = [point for point in points if point.cores == cores], f"{cores} core{'s' * (cores > 1)}"
+        ranks = tuple(float(point.rank) for point in at)
+        lines.append(Series(f"workers, {label}", tuple(point.workers_ms for point in at), ranks))
+        lines.append(Series(f"torch, {label}", tuple(point.torch_ms for point in at), ranks, theirs=True))
+    return Panel("workers and torch's threads", "time for 256 tokens in fp32, ms", tuple(lines), "rank")

@@ -1,20 +1,22 @@
-"""Files of a report: one JSON document, a CSV row for every request, figures; and reading a document back."""
+"""Files of a report: a JSON document, a CSV row for every request, figures; a document read back, and two compared."""
 
 import csv
 import io
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.table import Table
 
 from caraserve.bench.records import Run, machine, versions
-from caraserve.bench.report.ratios import ratio_document
-from caraserve.bench.report.summary import Summary
+from caraserve.bench.report.ratios import LATENCY_FIGURES, Figure, by_label, ratio_document
+from caraserve.bench.report.summary import Summary, known_mean
+from caraserve.bench.report.tables import NONE, TextTable, number, to_rich
 from caraserve.errors import ConfigError
 
 SCHEMA = 1
@@ -115,12 +117,12 @@ def _csv(runs: Sequence[Run]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*_COLUMNS, *(f"phase_{name}" for name in phases)])
-    for number, run in enumerate(runs):
+    for place, run in enumerate(runs):
         for record in run.records:
             phase_ms = dict(record.phases)
             tokens = (record.token_s[0], record.token_s[-1]) if record.token_s else (None, None)
             times = (record.due_s, record.sent_s, *tokens, record.done_s)
-            row = [f"{number}:{run.label}", record.index, record.model, record.rank]
+            row = [f"{place}:{run.label}", record.index, record.model, record.rank]
             row += [None if time_s is None else f"{time_s:.6f}" for time_s in times]
             row += [record.prompt_tokens, record.output_tokens, record.error]
             writer.writerow([*row, *(phase_ms.get(name) for name in phases)])
@@ -136,3 +138,81 @@ def _jsonable(value: object) -> Any:
     if isinstance(value, list | tuple):
         return [_jsonable(item) for item in value]
     return str(value)
+
+
+# --- comparison ---
+
+
+_FIGURES: dict[str, Figure] = {
+    **{f"{metric.upper()} {name}, ms": figure for (metric, name), figure in LATENCY_FIGURES.items()},
+    "requests/s": lambda summary: summary.requests_per_s,
+    "output tokens/s": lambda summary: summary.output_tokens_per_s,
+    "requests complete": lambda summary: summary.completed,
+    "requests failed": lambda summary: summary.failed,
+    "SLO attainment": lambda summary: None if summary.attainment is None else summary.attainment.share,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedFigure:
+    """One figure of both reports, as means over repeats."""
+
+    name: str
+    a: float
+    b: float
+
+    @property
+    def ratio(self) -> float | None:
+        return self.b / self.a if self.a else None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The figures of each label that both reports have, and how the reports differ besides."""
+
+    rows: dict[str, tuple[ComparedFigure, ...]]
+    differences: tuple[tuple[str, str, str], ...]  # what, in A, in B
+
+    def tables(self) -> Iterator[Table]:
+        """Yields the tables for a terminal."""
+        if self.differences:
+            yield to_rich(TextTable("Measured differently", ("", "A", "B"), self.differences, left=3))
+        for label, rows in self.rows.items():
+            cells = tuple(
+                (row.name, number(row.a), number(row.b), NONE if row.ratio is None else f"{row.ratio:.3f}")
+                for row in rows
+            )
+            yield to_rich(TextTable(label, ("", "A", "B", "B ÷ A"), cells))
+
+
+def compare(a: SavedReport, b: SavedReport) -> Comparison:
+    """Compares two reports. Two reports of one label each are compared even if the labels differ: the label is often
+    what was changed. Raises ConfigError when the reports have no label in common."""
+    first, second = by_label(a.runs), by_label(b.runs)
+    pairs = {label: (first[label], second[label]) for label in first if label in second}
+    if not pairs and len(first) == len(second) == 1:
+        (label_a, runs_a), (label_b, runs_b) = next(iter(first.items())), next(iter(second.items()))
+        pairs = {f"{label_a} | {label_b}": (runs_a, runs_b)}
+    if not pairs:
+        raise ConfigError(f"no run of {', '.join(first)} is in the other report, which has {', '.join(second)}")
+    rows = {}
+    for label, sides in pairs.items():
+        means = {name: [known_mean(map(figure, side)) for side in sides] for name, figure in _FIGURES.items()}
+        rows[label] = tuple(
+            ComparedFigure(name, x, y) for name, (x, y) in means.items() if x is not None and y is not None
+        )
+    return Comparison(rows, tuple(_differences(a, b)))
+
+
+def _differences(a: SavedReport, b: SavedReport) -> Iterator[tuple[str, str, str]]:
+    for name, side in (("A", a), ("B", b)):
+        for summary in side.runs:
+            if not summary.valid:
+                reason = " ".join(summary.invalid_because)
+                yield f"{summary.label} is NOT VALID", reason if name == "A" else NONE, reason if name == "B" else NONE
+    for kind in ("machine", "versions", "arguments"):
+        in_a, in_b = getattr(a, kind), getattr(b, kind)
+        for name in sorted({*in_a, *in_b}):
+            if name not in ("save", "date") and in_a.get(name) != in_b.get(name):
+                x, y = (NONE if side.get(name) is None else str(side[name]) for side in (in_a, in_b))
+                yield f"{kind}: {name}", x, y

@@ -10,14 +10,14 @@ few hundredths where means show a tenth.
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from caraserve.bench.records import Run
-from caraserve.bench.report.summary import LATENCIES, Columns, Floats, Summary
+from caraserve.bench.report.summary import LATENCIES, Columns, Floats, Summary, known_mean
 
 T = TypeVar("T", Run, Summary)
 
@@ -113,12 +113,6 @@ _FIGURES: dict[str, Figure] = {
     "output_tokens_per_s": lambda summary: summary.output_tokens_per_s,
     "goodput_per_s": lambda summary: None if summary.attainment is None else summary.attainment.goodput_per_s,
 }
-
-
-def known_mean(values: Iterable[float | None]) -> float | None:
-    """Returns the mean of the values that are not None, or None without any."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
 
 
 def _ratios(repeats: Sequence[Summary], first: Sequence[Summary], figures: Mapping[str, Figure]) -> dict[str, Ratio]:

@@ -9,10 +9,10 @@ from itertools import pairwise
 import numpy as np
 
 from caraserve.bench.records import Run
-from caraserve.bench.report.compare import Comparison
+from caraserve.bench.report.files import Comparison
 from caraserve.bench.report.plots import Look, Panel, Series, can_draw, draw_panels
 from caraserve.bench.report.ratios import RATIO_METRICS, by_label, ratios_to_first
-from caraserve.bench.report.summary import Columns, Floats, RequestGroup, SloLimits, Summary
+from caraserve.bench.report.summary import Columns, Floats, SloLimits, Summary
 
 _CDF_POINTS = 400  # per line: more make no visible difference
 _WINDOWS = 60  # of a time line
@@ -169,17 +169,17 @@ def rank_bars(summaries: Sequence[Summary]) -> bytes | None:
     panels = []
     figures = {metric.upper(): f"{metric}_mean_ms" for metric in RATIO_METRICS} | {"TTFT p95": "ttft_p95_ms"}
     for title, field in figures.items():
-        values = {label: [_of_rank(summary.ranks, field, rank) for rank in ranks] for label, summary in shown.items()}
+        groups = {label: {group.name: group for group in summary.ranks} for label, summary in shown.items()}
+        values = {
+            label: [getattr(found[rank], field) if rank in found else None for rank in ranks]
+            for label, found in groups.items()
+        }
         factor, unit = _time_scale(np.array([ms for each in values.values() for ms in each if ms is not None]))
         series = tuple(
             Series(label, tuple(None if ms is None else factor * ms for ms in each)) for label, each in values.items()
         )
         panels.append(Panel(title, f"{'mean' if 'mean' in field else 'P95'}, {unit}", series, "rank", ranks))
     return draw_panels(panels, columns=2)
-
-
-def _of_rank(groups: Sequence[RequestGroup], field: str, rank: str) -> float | None:
-    return next((getattr(group, field) for group in groups if group.name == rank), None)
 
 
 def comparison_plot(comparison: Comparison) -> bytes:

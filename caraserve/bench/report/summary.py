@@ -14,8 +14,9 @@ for its own adapter, and the time in which other requests' loads stopped it. *Go
 """
 
 import math
+import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -104,18 +105,12 @@ class SloLimits:
     e2e_ms: float | None = None
 
     @classmethod
-    def scaled(cls, base: "Summary", factor: float, limits: tuple[str, ...] = ("tpt",)) -> "SloLimits":
-        """Returns limits of `factor` times the means of `base`, a run without adapters; on TPT alone by default, as in
-        the papers. Raises ConfigError if the run has no such mean."""
-        if not (math.isfinite(factor) and factor > 0):
-            raise ConfigError(f"--slo-scale {factor:g}: must be more than 0")
-        scaled: dict[str, float] = {}
-        for name in limits:
-            measured = getattr(base.latency, name)
-            if measured is None:
-                raise ConfigError(f"--slo-scale: the run without LoRA has no {name.upper()} to scale")
-            scaled[f"{name}_ms"] = factor * measured.mean_ms
-        return cls(**scaled)
+    def scaled(cls, base: "Summary", factor: float) -> "SloLimits":
+        """Returns a limit on TPT of `factor` times the mean of `base`, a run without adapters, as in the papers. Raises
+        ConfigError if the run has no such mean."""
+        if base.latency.tpt is None:
+            raise ConfigError("--slo-scale: the run without LoRA has no TPT to scale")
+        return cls(tpt_ms=factor * base.latency.tpt.mean_ms)
 
     def limits(self) -> dict[str, float]:
         """Returns the limits that are set, by name, in ms."""
@@ -273,36 +268,44 @@ def summarize(run: Run, slo: SloLimits | None = None, percentiles: Sequence[floa
     wanted = tuple(sorted({*map(float, percentiles), _DRAWN_PERCENTILE}))
     lateness = _lateness(columns) if run.concurrency is None else None
     reasons = tuple(_reasons(columns, lateness))
-    completed = int(columns.ok.sum())
+    due_span_s = float(np.ptp(columns.due_s)) if columns.due_s.size else 0.0
+    answered = [record for record in run.records if record.error is None]
     output_tokens = int(columns.output_tokens[columns.ok].sum())
     kept = None if slo is None else met(slo, columns)["all"]
+    values_ms = {name: getattr(columns, f"{name}_ms")[columns.ok] for name in LIMITS} | {"itl": columns.gaps()[0]}
     return Summary(
         label=run.label,
         sent=len(run.records),
-        completed=completed,
-        failed=len(run.records) - completed,
+        completed=len(answered),
+        failed=len(run.records) - len(answered),
         errors=dict(Counter(record.error for record in run.records if record.error is not None).most_common()),
         interrupted=run.interrupted,
         wall_s=run.wall_s,
-        offered_per_s=_offered_per_s(columns),
-        requests_per_s=_per_s(completed, run),
+        offered_per_s=(columns.due_s.size - 1) / due_span_s if due_span_s > 0 else None,
+        requests_per_s=_per_s(len(answered), run),
         output_tokens_per_s=_per_s(output_tokens, run),
         total_tokens_per_s=_per_s(output_tokens + int(columns.prompt_tokens[columns.ok].sum()), run),
-        latency=_latency(columns, wanted),
+        latency=Latency(**{name: distribution(values, wanted) for name, values in values_ms.items()}),
         lateness=lateness,
         held=None if run.concurrency is None else _held(run.concurrency, columns),
-        lengths=_lengths(run.records),
+        lengths=_lengths(answered),
         valid=not reasons,
         invalid_because=reasons,
-        cold_start_share=_share(run.records, "load", "stalled", "interrupted"),
+        cold_start_share=_share(answered, "load", "stalled", "interrupted"),
         interruptions=_interruptions(columns),
         attainment=None if slo is None else _attainment(slo, columns, run),
         adapters=_by_adapter(run.records, columns, kept),
         ranks=_by_rank(run.records, columns, kept),
-        interrupted_share=_share(run.records, "interrupted"),
-        cpu_lora_ms=_cpu_lora_ms(run.records),
+        interrupted_share=_share(answered, "interrupted"),
+        cpu_lora_ms=known_mean(dict(record.phases).get("cpu_lora") or None for record in answered),
         use=run.use,
     )
+
+
+def known_mean(values: Iterable[float | None]) -> float | None:
+    """Returns the mean of the values that are not None, or None without any."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def distribution(values: Floats, percentiles: Sequence[float]) -> Distribution | None:
@@ -313,11 +316,6 @@ def distribution(values: Floats, percentiles: Sequence[float]) -> Distribution |
     found = np.percentile(known, percentiles)
     named = {f"p{wanted:g}": float(value) for wanted, value in zip(percentiles, found, strict=True)}
     return Distribution(int(known.size), float(known.mean()), named)
-
-
-def _latency(columns: Columns, percentiles: Sequence[float]) -> Latency:
-    values_ms = {name: getattr(columns, f"{name}_ms")[columns.ok] for name in LIMITS} | {"itl": columns.gaps()[0]}
-    return Latency(**{name: distribution(values, percentiles) for name, values in values_ms.items()})
 
 
 def _lateness(columns: Columns) -> Lateness | None:
@@ -335,11 +333,6 @@ def _lateness(columns: Columns) -> Lateness | None:
     )
 
 
-def _offered_per_s(columns: Columns) -> float | None:
-    span_s = float(np.ptp(columns.due_s)) if columns.due_s.size else 0.0
-    return (columns.due_s.size - 1) / span_s if span_s > 0 else None
-
-
 def _held(concurrency: int, columns: Columns) -> ClosedLoop:
     waited_ms = 1e3 * np.maximum(columns.sent_s - columns.due_s, 0.0)
     if not waited_ms.size:
@@ -347,20 +340,15 @@ def _held(concurrency: int, columns: Columns) -> ClosedLoop:
     return ClosedLoop(concurrency, float(waited_ms.mean()), float((waited_ms > 1.0).mean()))
 
 
-def _lengths(records: Sequence[RequestRecord]) -> TokenCounts | None:
-    complete = [record for record in records if record.error is None]
+def _lengths(complete: Sequence[RequestRecord]) -> TokenCounts | None:
     if not complete:
         return None
 
-    def mean(values: list[int | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return sum(known) / len(known) if known else None
-
     return TokenCounts(
-        prompt=mean([record.prompt_tokens for record in complete]) or 0.0,
-        prompt_asked=mean([record.asked_prompt_tokens for record in complete]),
-        output=mean([record.output_tokens for record in complete]) or 0.0,
-        output_asked=mean([record.asked_output_tokens for record in complete]),
+        prompt=known_mean(record.prompt_tokens for record in complete) or 0.0,
+        prompt_asked=known_mean(record.asked_prompt_tokens for record in complete),
+        output=known_mean(record.output_tokens for record in complete) or 0.0,
+        output_asked=known_mean(record.asked_output_tokens for record in complete),
     )
 
 
@@ -378,21 +366,15 @@ def _reasons(columns: Columns, lateness: Lateness | None) -> list[str]:
     return reasons
 
 
-def _share(records: Sequence[RequestRecord], *phases: str) -> float | None:
-    """Returns these phases' share of E2E over the complete requests for which the server reported all of them."""
+def _share(complete: Sequence[RequestRecord], *phases: str) -> float | None:
+    """Returns these phases' share of E2E over the requests for which the server reported all of them."""
     spent_ms = e2e_ms = 0.0
-    for record in records:
+    for record in complete:
         phase_ms = dict(record.phases)
-        if record.error is None and phase_ms.keys() >= {*phases}:
+        if phase_ms.keys() >= {*phases}:
             spent_ms += sum(phase_ms[phase] for phase in phases)
             e2e_ms += 1e3 * record.e2e_s
     return spent_ms / e2e_ms if e2e_ms > 0 else None
-
-
-def _cpu_lora_ms(records: Sequence[RequestRecord]) -> float | None:
-    times_ms = [dict(record.phases).get("cpu_lora", 0.0) for record in records if record.error is None]
-    helped_ms = [ms for ms in times_ms if ms > 0]
-    return sum(helped_ms) / len(helped_ms) if helped_ms else None
 
 
 def _interruptions(columns: Columns) -> Interruptions | None:
@@ -417,8 +399,7 @@ def _interruptions(columns: Columns) -> Interruptions | None:
 def _attainment(slo: SloLimits, columns: Columns, run: Run) -> Attainment:
     kept = met(slo, columns)
     shares = {name: float(mask.mean()) if mask.size else 0.0 for name, mask in kept.items()}
-    every = shares.pop("all")
-    return Attainment(slo, every, _per_s(int(kept["all"].sum()), run), shares)
+    return Attainment(slo, shares.pop("all"), _per_s(int(kept["all"].sum()), run), shares)
 
 
 def _by_adapter(records: Sequence[RequestRecord], columns: Columns, kept: Bools | None) -> tuple[RequestGroup, ...]:
@@ -483,18 +464,9 @@ def met(slo: SloLimits, columns: Columns) -> dict[str, Bools]:
     A failed request meets none. A complete answer of one token has no TPOT and meets that limit; an answer without
     tokens meets neither TTFT nor TPT, or a server that generates nothing would be the best.
     """
-    by_limit = {name: _below(name, limit, columns) for name, limit in slo.limits().items()}
-    every = columns.ok.copy()
-    for kept in by_limit.values():
-        every &= kept
-    return {**by_limit, "all": every}
-
-
-def _below(name: str, limit_ms: float, columns: Columns) -> Bools:
-    values: Floats = getattr(columns, f"{name}_ms")
-    with np.errstate(invalid="ignore"):  # NaN where a request has no such time
-        kept: Bools = values <= limit_ms
-    if name == "tpot":
-        kept |= columns.output_tokens == 1
-    result: Bools = kept & columns.ok
-    return result
+    kept: dict[str, Bools] = {}
+    for name, limit_ms in slo.limits().items():
+        with np.errstate(invalid="ignore"):  # NaN where a request has no such time
+            below = getattr(columns, f"{name}_ms") <= limit_ms
+        kept[name] = columns.ok & (below | (columns.output_tokens == 1) if name == "tpot" else below)
+    return kept | {"all": np.logical_and.reduce([columns.ok, *kept.values()])}

@@ -1,8 +1,11 @@
-"""Tables of a report: their text (`TextTable`), and how a terminal shows it (`to_rich`)."""
+"""What benchmarks write to stdout: tables as text (`TextTable`) and as a terminal shows them; JSON for programs."""
 
+import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -10,6 +13,7 @@ from caraserve.bench.report.ratios import RATIO_METRICS, PairedRatio, Ratio, by_
 from caraserve.bench.report.summary import LATENCIES, Distribution, RequestGroup, Summary
 
 NONE = "–"
+_WIDTH = 200  # of tables in a file or a pipe
 _LENGTH_TOLERANCE = 0.05  # a mean length that differs by more from the requested one is marked
 
 
@@ -37,6 +41,18 @@ def to_rich(text: TextTable) -> Table:
     return shown
 
 
+def open_console() -> Console:
+    """Returns a console as wide as the terminal; in a file or a pipe, lines are not wrapped."""
+    width = None if sys.stdout.isatty() else _WIDTH
+    return Console(width=width, soft_wrap=True, highlight=False, markup=False)
+
+
+def write_document(document: Mapping[str, object], asked: bool) -> None:
+    """Writes a report as one line of JSON if it was asked for (`--json`), or if stdout is not a terminal."""
+    if asked or not sys.stdout.isatty():
+        sys.stdout.write(json.dumps(document) + "\n")
+
+
 def report_tables(summaries: Sequence[Summary], latencies: Sequence[str] = LATENCIES) -> Iterator[Table]:
     """Yields every table of one run; for several, the ratios between them, then each run's facts and latencies."""
     if len(by_label(summaries)) > 1:
@@ -49,7 +65,10 @@ def report_tables(summaries: Sequence[Summary], latencies: Sequence[str] = LATEN
 
 def _summary_tables(summary: Summary, latencies: Sequence[str]) -> Iterator[TextTable]:
     yield TextTable(summary.label, ("", "value"), list(_facts(summary)))
-    yield _latency_table(summary, latencies)
+    named = [(name.upper(), getattr(summary.latency, name)) for name in latencies]
+    percentiles = next((list(found.percentiles_ms) for _, found in named if found is not None), [])
+    cells = [(name, *_latency_cells(found, percentiles)) for name, found in named]
+    yield TextTable("Latency, ms", ("", "mean", *percentiles), cells)
     if summary.errors:
         rows = [(kind, str(count)) for kind, count in summary.errors.items()]
         yield TextTable("Failures", ("kind", "requests"), rows)
@@ -57,13 +76,6 @@ def _summary_tables(summary: Summary, latencies: Sequence[str]) -> Iterator[Text
         yield _group_table("By rank", "rank", summary.ranks)
     if len(summary.adapters) > 1:
         yield _group_table("By adapter", "adapter", summary.adapters)
-
-
-def _latency_table(summary: Summary, latencies: Sequence[str]) -> TextTable:
-    named = [(name.upper(), getattr(summary.latency, name)) for name in latencies]
-    percentiles = next((list(found.percentiles_ms) for _, found in named if found is not None), [])
-    rows = [(name, *_latency_cells(found, percentiles)) for name, found in named]
-    return TextTable("Latency, ms", ("", "mean", *percentiles), rows)
 
 
 def _latency_cells(found: Distribution | None, percentiles: Sequence[str]) -> list[str]:
@@ -123,16 +135,12 @@ def _group_table(title: str, kind: str, groups: Sequence[RequestGroup]) -> TextT
     heads += ["requests", "failed", "TTFT mean", "TTFT p95", "TPT mean", "E2E mean"]
     rows = []
     for group in groups:
-        second = _rank(group) if kind == "adapter" else str(group.members)
+        second = str(group.members) if kind == "rank" else str(group.rank) if group.rank else NONE
         times = (group.ttft_mean_ms, group.ttft_p95_ms, group.tpt_mean_ms, group.e2e_mean_ms)
         row = [group.name, second, f"{group.requests:,}", str(group.failed), *(optional(value) for value in times)]
         rows.append([*row, percent(group.attainment)] if judged else row)
     attained = ("SLO attainment",) if judged else ()
     return TextTable(f"{title}, ms", (kind, *heads, *attained), rows)
-
-
-def _rank(group: RequestGroup) -> str:
-    return NONE if not group.rank else str(group.rank)
 
 
 def ratio_table(summaries: Sequence[Summary]) -> TextTable:
@@ -153,21 +161,14 @@ def ratio_table(summaries: Sequence[Summary]) -> TextTable:
 
 def paired_table(ratios: Mapping[str, Mapping[str, PairedRatio]]) -> TextTable:
     """Returns a line for each label but the first."""
-    rows = [
-        (
-            label,
-            str(max(one.requests for one in found.values())),
-            *(_interval(found.get(metric)) for metric in RATIO_METRICS),
-        )
-        for label, found in ratios.items()
-    ]
+    rows = []
+    for label, found in ratios.items():
+        every = (found.get(metric) for metric in RATIO_METRICS)
+        shown = (NONE if one is None else f"{one.median:.3f} ({one.low:.3f} to {one.high:.3f})" for one in every)
+        rows.append((label, str(max(one.requests for one in found.values())), *shown))
     note = "Median over requests of the latency over that of the same request under the first mode, with its 95 % "
     note += "interval. A stall of the machine changes means, but hardly these."
     return TextTable("Request by request", ("mode", "requests", *map(str.upper, RATIO_METRICS)), rows, note=note)
-
-
-def _interval(ratio: PairedRatio | None) -> str:
-    return NONE if ratio is None else f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
 def _ratio(ratio: Ratio | None) -> str:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caraserve.bench.simulator.compiled import MS, kernel
-from caraserve.bench.simulator.containers import append, contains, following, make_lists, unlink
+from caraserve.bench.simulator.compiled import MS, append, contains, following, kernel, make_lists, unlink
 from caraserve.cluster.routing.cost import cold_ms
 from caraserve.cluster.state.replicated_map import Tier
 

@@ -11,8 +11,7 @@ All functions are compiled. `one` is the record of an instance, `machine` that o
 
 # mypy: disable-error-code="no-untyped-def"
 
-from caraserve.bench.simulator.compiled import FOREVER, MAX_QUEUE, MS, kernel
-from caraserve.bench.simulator.containers import heap_pop, heap_push
+from caraserve.bench.simulator.compiled import FOREVER, MAX_QUEUE, MS, heap_pop, heap_push, kernel
 from caraserve.cluster.routing.perf_model import iteration_ms
 
 # --- state ---
@@ -138,15 +137,8 @@ def _enter(batches, number, index, now):
 @kernel
 def _boundary(batches, number):
     """Ends the current run of iterations."""
-    one, traces = batches.instances[number], batches.traces
+    one = batches.instances[number]
     now, last = one.stop, one.first + one.count - 1
-    if traces.size:
-        tokens = 0
-        for at in range(one.num_chunks):
-            tokens += one.chunk_tokens[at]
-        run = traces[number, one.steps]
-        run.start, run.each, run.times = one.start, one.each, one.count
-        run.decoding, run.prompt_tokens = one.num_decoding, tokens
     one.steps += 1
     one.iterations += one.count
     one.tokens += one.count * one.num_decoding

@@ -9,8 +9,17 @@ All functions are compiled; those with `entry` are called from Python.
 # mypy: disable-error-code="no-untyped-def"
 
 from caraserve.bench.simulator import adapter_cache, batching, routing, views
-from caraserve.bench.simulator.compiled import FOREVER, MS, entry, kernel
-from caraserve.bench.simulator.containers import free_slot, has_slot, heap_pop, heap_push, take_slot
+from caraserve.bench.simulator.compiled import (
+    FOREVER,
+    MS,
+    entry,
+    free_slot,
+    has_slot,
+    heap_pop,
+    heap_push,
+    kernel,
+    take_slot,
+)
 from caraserve.cluster.routing.cost import ALL_ANSWERS, OWN_ANSWERS, expected_tokens, with_answer
 from caraserve.cluster.state.replicated_map import Tier
 

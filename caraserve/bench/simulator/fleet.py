@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from caraserve.bench.simulator.adapter_cache import Caches
-from caraserve.bench.simulator.compiled import BACKLOG, MAX_ATTEMPTS, Batches, floats, integers
-from caraserve.bench.simulator.containers import larger_pool, make_pool
+from caraserve.bench.simulator.compiled import BACKLOG, MAX_ATTEMPTS, Batches, floats, integers, larger_pool, make_pool
 from caraserve.cluster.routing.policy_rules import SHORTLIST
 from caraserve.cluster.state.replicated_map import Tier
 

@@ -5,7 +5,7 @@ returns here for plans and for dLoRA's rebalancing.
 """
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from random import Random
 
@@ -18,7 +18,6 @@ from caraserve.bench.simulator.adapter_cache import make_caches
 from caraserve.bench.simulator.compiled import (
     FOREVER,
     INSTANCE,
-    ITERATIONS,
     LIMITS,
     MACHINE,
     MAX_QUEUE,
@@ -28,14 +27,15 @@ from caraserve.bench.simulator.compiled import (
     REQUEST,
     Batches,
 )
-from caraserve.bench.simulator.fleet import SETTING, make_fleet, with_room
-from caraserve.bench.simulator.machines import SimulatedMachine
-from caraserve.bench.simulator.placement import SimPlanner
-from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.fleet import SETTING, FleetArrays, PlanArrays, make_fleet, with_room
+from caraserve.bench.simulator.setting import ClusterSetting, SimulatedMachine
+from caraserve.cluster.placement.loraserve import make_plan
 from caraserve.cluster.placement.migration import QueuedRequest, rebalanced
+from caraserve.cluster.placement.plan import AdapterDemand, Server, extrapolated
 from caraserve.cluster.routing.cost import PRIOR_TOKENS, PRIOR_WEIGHT
+from caraserve.cluster.routing.placement_plan import PlacementPlan, homes
 from caraserve.cluster.routing.policies import Policy
-from caraserve.cluster.routing.policy_rules import POLICIES
+from caraserve.cluster.routing.policy_rules import AUTO, POLICIES
 from caraserve.errors import ConfigError
 
 _S = 1000 * MS
@@ -62,10 +62,8 @@ def make_requests(workload: Workload) -> tuple[NDArray[np.void], NDArray[np.int6
     return requests, classes
 
 
-def make_batches(
-    machines: Sequence[SimulatedMachine], requests: NDArray[np.void], ranks: NDArray[np.int64], traced: int = 0
-) -> Batches:
-    """Returns instances without requests. `traced`: the number of runs of iterations to record of each."""
+def make_batches(machines: Sequence[SimulatedMachine], requests: NDArray[np.void], ranks: NDArray[np.int64]) -> Batches:
+    """Returns instances without requests."""
     rows = [
         (
             astuple(machine.model),
@@ -85,16 +83,16 @@ def make_batches(
     machine_rows = np.array(rows, MACHINE)
     instances["kv_free"], instances["stop"] = machine_rows["kv_tokens"], FOREVER
     instances["ended_head"] = -1
-    return Batches(machine_rows, instances, requests, ranks, np.zeros((len(rows), traced), ITERATIONS))
+    return Batches(machine_rows, instances, requests, ranks)
 
 
 class Simulation:
     """One run of a simulated cluster. Its state is in `fleet`."""
 
-    def __init__(self, setting: ClusterSetting, workload: Workload, *, traced: int = 0) -> None:
+    def __init__(self, setting: ClusterSetting, workload: Workload) -> None:
         self._setting = setting
         self.requests, ranks = make_requests(workload)
-        batches = make_batches(setting.machines, self.requests, ranks, traced)
+        batches = make_batches(setting.machines, self.requests, ranks)
         rank_bytes = setting.machines[0].rank_bytes
         adapter_bytes = np.array([rank * rank_bytes for rank in workload.ranks], np.int64)
         caches = make_caches(batches.machines, batches.instances, adapter_bytes)
@@ -109,8 +107,9 @@ class Simulation:
         setting = self._setting
         rules = Policy(setting.routing)
         numbers = np.zeros(1, SETTING)
-        numbers["policy"], numbers["routers"] = POLICIES[setting.routing], self._routers()
-        numbers["central"] = setting.scheduler == "central"
+        numbers["policy"], numbers["central"] = POLICIES[setting.routing], setting.scheduler == "central"
+        instances = len(setting.machines)  # of which the searched fleets may have fewer than the routers asked for
+        numbers["routers"] = 1 if numbers["central"] else min(setting.routers or instances, instances)
         numbers["own_weight"], numbers["enforces_slo"] = rules.own_weight, rules.enforces_slo
         for name in ("slo_ms", "ttft_ms", "beat_ms", "beat_jitter"):
             numbers[name] = getattr(setting, name)
@@ -118,11 +117,6 @@ class Simulation:
         numbers["hop_ns"], numbers["half_hop_ns"] = round(setting.hop_ms * MS), round(setting.hop_ms / 2 * MS)
         numbers["move_bytes"] = setting.move_bytes_per_s * setting.beat_ms / 1000
         return numbers
-
-    def _routers(self) -> int:
-        if self._setting.scheduler == "central":
-            return 1
-        return self._setting.routers or len(self._setting.machines)
 
     def run(self) -> None:
         """Simulates from the first arrival until every request has ended.
@@ -203,3 +197,127 @@ def _generator(seed: int) -> np.random.Generator:
     twister = np.random.MT19937()
     twister.state = {"bit_generator": "MT19937", "state": {"key": np.array(state[:-1], np.uint32), "pos": state[-1]}}
     return np.random.Generator(twister)
+
+
+# --- placement ---
+
+
+class SimPlanner:
+    """Measures the demand for adapters, makes placement plans, and lists the moves that they ask for."""
+
+    def __init__(
+        self, setting: ClusterSetting, workload: Workload, names: Sequence[str], adapters: Sequence[str]
+    ) -> None:
+        self.plan: PlacementPlan | None = None
+        self._setting, self._names, self._adapters = setting, names, adapters
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self.replans = setting.routing in ("auto", "loraserve")
+        machine = setting.machines[0]
+        self._unasked = [
+            AdapterDemand(name, rank, rank * machine.rank_bytes)
+            for name, rank in zip(adapters, workload.ranks, strict=True)
+        ]
+        count = max(1, len(workload.requests))
+        self._prompt = sum(one.prompt_tokens for one in workload.requests) / count
+        self._output = sum(one.output_tokens for one in workload.requests) / count
+        by_formula = {rank: self._point(machine, rank) for rank in sorted(set(workload.ranks))}
+        self._points = setting.operating_points or by_formula
+        self._servers = [
+            Server(name, one.host_adapter_bytes, self._speed(one, by_formula))
+            for name, one in zip(names, setting.machines, strict=True)
+        ]
+        self._rates: dict[int, float] = {}
+        self._since = 0
+        self._epoch = 0
+
+    def _point(self, machine: SimulatedMachine, rank: int) -> float:
+        return machine.model.operating_point(
+            rank, self._setting.slo_ms, self._prompt, self._output, machine.max_running
+        )
+
+    def _speed(self, machine: SimulatedMachine, points: Mapping[int, float]) -> float:
+        """Returns a machine's speed relative to the one with these operating points, averaged over ranks."""
+        return sum(self._point(machine, rank) for rank in points) / sum(points.values()) if points else 1.0
+
+    def begin(self, fleet: FleetArrays) -> FleetArrays:
+        """Places all adapters before the first request: by a plan, or `copies` of each under routings without plans."""
+        self.plan = self._make_plan({})
+        if self.plan is not None:
+            fleet = fleet._replace(plan=self._arrays(self.plan))
+            adapters = np.repeat(np.arange(len(self._adapters)), np.diff(fleet.plan.starts))
+            numbers = fleet.plan.instances
+        else:
+            copies = self._setting.copies or (len(self._names) if self._setting.scheduler == "central" else 2)
+            places = homes(self._adapters, self._names, copies)
+            adapters, numbers = np.repeat(np.arange(len(places)), places.shape[1]), places.ravel()
+        events.add_adapters(fleet.caches, adapters, numbers)
+        events.publish_all(fleet)
+        return fleet
+
+    def replan(self, fleet: FleetArrays, now: int, rng: np.random.Generator) -> FleetArrays:
+        """Makes a plan from the demand since the last one. Routers see it at once; adapters move afterwards."""
+        seconds = max(1e-9, (now - self._since) / _S)
+        asked = np.flatnonzero(fleet.demand_tokens)
+        latest = dict(zip(asked.tolist(), (fleet.demand_tokens[asked] / seconds).tolist(), strict=True))
+        before = self._rates if self._epoch > 1 else {}
+        demand = {adapter: extrapolated(before.get(adapter), rate) for adapter, rate in latest.items()}
+        fleet.demand_tokens[:] = 0
+        self._rates, self._since = latest, now
+        plan = self._make_plan(demand)
+        assert plan is not None
+        if self.plan is not None and not plan.holds_over(self.plan):
+            return fleet
+        if fleet.setting["policy"][0] == AUTO:
+            events.complete_orders(fleet, rng)
+        return self._adopt(fleet, plan, demand)
+
+    def _make_plan(self, demand: dict[int, float]) -> PlacementPlan | None:
+        self._epoch += 1
+        adapters = self._unasked.copy()
+        for number, rate in demand.items():
+            idle = adapters[number]
+            adapters[number] = AdapterDemand(idle.name, idle.rank, idle.num_bytes, rate)
+        padded = any(machine.model.padded for machine in self._setting.machines)
+        setting, seed = self._setting, self._setting.seed
+        return make_plan(setting.routing, adapters, self._servers, self._points, self._epoch, self.plan, padded, seed)
+
+    def _arrays(self, plan: PlacementPlan) -> PlanArrays:
+        shares, count = plan.shares.among(self._adapters, self._names), len(self._names)
+        return PlanArrays(
+            starts=shares.starts,
+            instances=shares.places,
+            in_order=np.sort(shares.owners * count + shares.places) % count,
+            fractions=shares.fractions,
+            classes=np.array([plan.classes[name] for name in self._names], np.int64),
+        )
+
+    def _adopt(self, fleet: FleetArrays, plan: PlacementPlan, demand: dict[int, float]) -> FleetArrays:
+        before, self.plan = self.plan, plan
+        instances, shares = fleet.batches.instances, plan.shares
+        unchanged = before.shares.equal_rows(shares) if before else np.zeros(len(shares), np.bool_)
+        for start, end in zip(instances["moves_next"].tolist(), instances["moves_end"].tolist(), strict=True):
+            unchanged[fleet.moves[start:end]] = False  # not yet on its instances
+        changed = ~unchanged[shares.owners]
+        owners, places, fractions = shares.owners[changed], shares.places[changed], shares.fractions[changed]
+        here = fleet.caches.entries["in_host"][owners, places]
+        events.add_adapters(fleet.caches, owners[here], places[here])
+        owners, places, fractions = owners[~here], places[~here], fractions[~here]
+        rates = np.zeros(len(shares))
+        rates[[*demand]] = [*demand.values()]
+        hot_first = np.lexsort((owners, -fractions * rates[owners], places))
+        ends = np.cumsum(np.bincount(places, minlength=len(instances)))
+        instances["moves_next"], instances["moves_end"] = np.concatenate([[0], ends[:-1]]), ends
+        new = self._arrays(plan)
+        self._remove_unplanned(fleet, new)
+        return fleet._replace(plan=new, moves=owners[hot_first])
+
+    def _remove_unplanned(self, fleet: FleetArrays, plan: PlanArrays) -> None:
+        """Removes adapters from instances that the plan does not name, where all that it names have them."""
+        entries = fleet.caches.entries
+        planned = np.zeros(entries.shape, np.bool_)
+        planned[np.repeat(np.arange(len(entries)), np.diff(plan.starts)), plan.instances] = True
+        in_host = np.ascontiguousarray(entries["in_host"])
+        in_place = (in_host | ~planned).all(axis=1, keepdims=True)
+        adapters, numbers = np.nonzero(in_host & ~planned & in_place)
+        order = np.lexsort((entries["host_order"][adapters, numbers], numbers))
+        events.remove_adapters(fleet.caches, adapters[order], numbers[order])

@@ -14,6 +14,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -22,11 +23,10 @@ from numpy.typing import NDArray
 from caraserve.bench.options import with_rate
 from caraserve.bench.records import Workload
 from caraserve.bench.simulator.compiled import MS
-from caraserve.bench.simulator.machines import SimulatedMachine, without_adapters
-from caraserve.bench.simulator.operating_points import profiled_points
-from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.setting import ClusterSetting, SimulatedMachine, without_adapters
 from caraserve.bench.simulator.simulation import Simulation
 from caraserve.bench.workload.build import WorkloadSpec, build
+from caraserve.errors import ConfigError
 
 WARM_UP = 0.2  # share of a run's time whose requests do not count
 _CURVE = tuple(range(0, 101, 2))  # percentiles kept for drawing
@@ -91,6 +91,9 @@ def summarize(simulation: Simulation, routing: str, slo_ms: float) -> Simulation
     several = ~lost & (output > 1)
     tpot_ms = (judged["done"] - judged["first"])[several] / MS / (output[several] - 1)
     tokens, end = nodes["tokens"], requests["done"].max(initial=0)
+    answered = judged[~lost]
+    answered = answered[np.argsort(answered["place"], kind="stable")]
+    by_place = np.split(answered, np.searchsorted(answered["place"], np.arange(1, len(nodes))))
     looks = int(counts["arrivals"] + counts["deliveries"] + counts["quotes"] + counts["beats"] + nodes["loads"].sum())
     return SimulationResult(
         routing=routing,
@@ -119,15 +122,9 @@ def summarize(simulation: Simulation, routing: str, slo_ms: float) -> Simulation
         migrations=int(counts["migrations"]),
         events=looks + int(nodes["iterations"].sum() + tokens.sum()),
         steps=looks + int(nodes["steps"].sum()),
-        by_instance=_by_instance(judged[~lost], nodes, int(end)),
+        by_instance=tuple(_instance_result(mine, one, int(end)) for mine, one in zip(by_place, nodes, strict=True)),
         digest=digest(simulation),
     )
-
-
-def _by_instance(answered: NDArray[np.void], nodes: NDArray[np.void], end: int) -> tuple[InstanceResult, ...]:
-    answered = answered[np.argsort(answered["place"], kind="stable")]
-    starts = np.searchsorted(answered["place"], np.arange(1, len(nodes)))
-    return tuple(_instance_result(mine, one, end) for mine, one in zip(np.split(answered, starts), nodes, strict=True))
 
 
 def _instance_result(answered: NDArray[np.void], one: np.void, end: int) -> InstanceResult:
@@ -328,3 +325,49 @@ def find_all(fleet: FleetSpec, workload: Workload, routings: Sequence[str], proc
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(processes, fork, _begin, (fleet, workload)) as pool:
         yield from pool.map(_find_here, routings)
+
+
+# --- operating points ---
+
+# Profiled as LoRAServe does (§IV-A): the load of one rank that one instance serves within the SLO.
+
+
+_REQUESTS = 1000
+_STEP = 1.25  # from one rate to the next, until the limit is between two
+_HALVINGS = 5  # of the distance between them
+
+
+def profiled_points(machine: SimulatedMachine, workload: Workload, ttft_ms: float) -> dict[int, float]:
+    """Returns rank → tokens/s of answers of one instance whose 95th percentile of TTFT just meets `ttft_ms`.
+
+    It serves the workload's first 1,000 requests, all for one adapter, in shorter or longer time. Raises ConfigError if
+    they arrive all at once.
+    """
+    requests = workload.requests[:_REQUESTS]
+    span_s = requests[-1].at_s if requests else 0.0
+    if span_s <= 0:
+        raise ConfigError("operating points are profiled at rising rates: the requests must not arrive all at once")
+    tokens_per_s = sum(one.output_tokens for one in requests) / span_s
+
+    def meets(rank: int, speed: float) -> bool:
+        played = tuple(replace(one, at_s=one.at_s / speed, adapter=0) for one in requests)
+        simulation = Simulation(ClusterSetting((machine,), "round-robin", inf), Workload(played, (rank,)))
+        simulation.run()
+        served = simulation.requests
+        waited_ms = np.where(served["first"] < 0, inf, (served["first"] - served["arrived"]) / MS)
+        return bool(np.percentile(waited_ms, 95, method="higher") <= ttft_ms)
+
+    return {rank: tokens_per_s * _highest(partial(meets, rank)) for rank in sorted(set(workload.ranks))}
+
+
+def _highest(meets: Callable[[float], bool]) -> float:
+    """Returns the highest speed that meets the limit; between 1/1000 and 1000 times that of the workload."""
+    low = high = 1.0
+    while meets(high) and high < 1000:
+        low, high = high, high * _STEP
+    while not meets(low) and low > 1 / 1000:
+        low, high = low / _STEP, low
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if meets(middle) else (low, middle)
+    return low

@@ -10,8 +10,7 @@ All functions are compiled.
 
 from caraserve.bench.simulator import adapter_cache
 from caraserve.bench.simulator.batching import advance, write_backlog
-from caraserve.bench.simulator.compiled import kernel
-from caraserve.bench.simulator.containers import following, free_slot, take_slot, unlink
+from caraserve.bench.simulator.compiled import following, free_slot, kernel, take_slot, unlink
 from caraserve.cluster.routing.router import SENT_MAX_AGE_S, TRANSIT_S
 
 _S = 1e-9

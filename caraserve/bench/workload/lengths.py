@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.bench.workload.forms import distributions, unknown
-from caraserve.bench.workload.tables import MOST_TOKENS
-from caraserve.bench.workload.traces import RequestTrace, Trace, needs_trace, read_lengths
+from caraserve.bench.workload.traces import MOST_TOKENS, RequestTrace, Trace, needs_trace, read_lengths
 from caraserve.errors import ConfigError
 
 Tokens: TypeAlias = NDArray[np.int64]

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from caraserve.bench.records import PlannedRequest, Workload
 from caraserve.bench.simulator.compiled import MS
-from caraserve.bench.simulator.machines import SimulatedMachine, paper_machine, profiled_machine
-from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.setting import ClusterSetting, SimulatedMachine, paper_machine, profiled_machine
 from caraserve.bench.simulator.simulation import Simulation
 from caraserve.bench.simulator.sweep import WARM_UP, FleetSpec, base
 from caraserve.bench.workload.build import build

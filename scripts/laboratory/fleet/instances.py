@@ -1,6 +1,7 @@
 """Profiles instances and starts fleets of them, each with an equal share of the machine's cores."""
 
 import asyncio
+import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 import aiohttp
 
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
-from caraserve.bench.servers import OwnServer, Synthetic, end_with_parent, free_ports, own_server
+from caraserve.bench.servers import OwnServer, Synthetic, end_with_parent, own_server
 from caraserve.errors import BackendFailed
 from scripts.laboratory.fleet.cpu_share import CpuShare
 
@@ -81,6 +82,18 @@ async def start_fleet(
         finally:
             for share in shares:
                 share.unlimit()  # so that instances end quickly
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports that nothing listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
 
 
 async def _joined(url: str, instances: int) -> None:

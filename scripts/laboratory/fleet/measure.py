@@ -17,8 +17,9 @@ from pathlib import Path
 
 import aiohttp
 
+from caraserve.bench.client.dialects import LoadSettings
 from caraserve.bench.client.endpoint import Endpoint
-from caraserve.bench.client.player import LoadSettings, Player
+from caraserve.bench.client.player import Player
 from caraserve.bench.options import TARGETS
 from caraserve.bench.records import PlannedRequest, RequestRecord, Run, Workload
 from caraserve.bench.servers import OwnServer, Synthetic, make_synthetic, working_folder

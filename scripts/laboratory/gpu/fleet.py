@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from caraserve.bench.client.dialects import LoadSettings
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
-from caraserve.bench.client.player import LoadSettings
 from caraserve.bench.options import TARGETS
 from caraserve.bench.records import PlannedRequest, Run, Workload
 from caraserve.bench.report.summary import summarize

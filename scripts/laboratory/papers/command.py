@@ -7,11 +7,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from caraserve.bench.console import open_console, write_document
 from caraserve.bench.records import machine, versions
 from caraserve.bench.report.files import make_folder, write_files
 from caraserve.bench.report.plots import NO_FIGURES, can_draw
-from caraserve.bench.report.tables import NONE, TextTable, number, to_rich
+from caraserve.bench.report.tables import NONE, TextTable, number, open_console, to_rich, write_document
 from caraserve.errors import ConfigError
 from scripts.laboratory.papers.figures import (
     PAPERS,

@@ -5,27 +5,31 @@ from the holder on its first request for it.
 """
 
 import asyncio
+import os
 import statistics
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import uvloop
 
-from caraserve.bench.client.endpoint import Endpoint, await_adapters, find_endpoint
-from caraserve.bench.client.player import LoadSettings
+from caraserve.bench.client.dialects import LoadSettings
+from caraserve.bench.client.endpoint import Endpoint, find_endpoint
 from caraserve.bench.options import TARGETS
 from caraserve.bench.records import PlannedRequest, Workload
 from caraserve.bench.report.plots import Panel, Series
 from caraserve.bench.runner import BenchmarkRunner, interruptible
-from caraserve.bench.servers import Synthetic, drop_cached, free_ports, make_synthetic, own_server, working_folder
+from caraserve.bench.servers import Synthetic, make_synthetic, own_server, working_folder
 from caraserve.errors import BackendFailed
+from scripts.laboratory.fleet.instances import free_ports
 from scripts.laboratory.papers.figures import FigureData, PaperOptions, Value, mean_value
 
 _RANKS = (8, 16, 32, 64, 128)
 _OF_EACH_RANK = 4  # adapters
 _RESIDENT = 5  # on the device at once, so that a second round over all adapters finds none of them there
 _PROMPT_TOKENS = 16
+_LISTED_S = 60.0  # for other instances to announce their adapters
 MEMORY, PEER, DISK = "this instance's memory", "another instance", "disk"
 SOURCES = (MEMORY, PEER, DISK)
 Times = Mapping[str, Mapping[int, Sequence[float]]]  # ms by source and rank
@@ -69,6 +73,23 @@ async def _servers(
         )
         await await_adapters(asker.url, made.names)
         yield await _endpoint(holder.url, made), await _endpoint(asker.url, made)
+
+
+async def await_adapters(url: str, names: Sequence[str]) -> None:
+    """Returns when the server at `url` lists these adapters, which other instances may hold. Raises BackendFailed if it
+    does not within 60 s."""
+    ends_s = time.monotonic() + _LISTED_S
+    while missing := (await find_endpoint(url, "openai", None, names)).unlisted:
+        if time.monotonic() > ends_s:
+            raise BackendFailed(f"{url} does not list {missing[0]!r} and {len(missing) - 1} other adapters")
+        await asyncio.sleep(0.1)
+
+
+def drop_cached(path: Path) -> None:
+    """Removes a file from the page cache, so that reading it reads the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # pages that are not on disk yet stay
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 async def _endpoint(url: str, made: Synthetic) -> Endpoint:

@@ -18,11 +18,9 @@ import uvloop
 
 from caraserve.bench.report.plots import Panel, Series
 from caraserve.bench.simulator.compiled import MS
-from caraserve.bench.simulator.machines import PaperKernel, SimulatedMachine, paper_machine
-from caraserve.bench.simulator.operating_points import profiled_points
-from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.setting import ClusterSetting, PaperKernel, SimulatedMachine, paper_machine
 from caraserve.bench.simulator.simulation import Simulation
-from caraserve.bench.simulator.sweep import FleetResult, FleetSpec, SimulationResult, simulate
+from caraserve.bench.simulator.sweep import FleetResult, FleetSpec, SimulationResult, profiled_points, simulate
 from caraserve.bench.workload.build import WorkloadSpec, build, spec_from_preset
 from caraserve.bench.workload.presets import find_preset
 from scripts.laboratory.fleet.compare import Comparison, compare, slo_ms

@@ -2,23 +2,22 @@
 
 import asyncio
 import json
-import subprocess
-import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from urllib.request import urlopen
 
 import pytest
 import uvloop
 
+from caraserve.bench.client.dialects import LoadSettings
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
-from caraserve.bench.client.player import LoadSettings, Player, report_progress
+from caraserve.bench.client.player import Pacer, Player, report_progress
 from caraserve.bench.records import PlannedRequest, Run, Workload
 from caraserve.errors import ConfigError
+from tests.bench.fake_endpoint import fake_process
 
-FAKE = Path(__file__).parents[1] / "fake_endpoint.py"
 TIMED = "ttft-100-tpot-10"
 
 
@@ -35,13 +34,8 @@ class Served:
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[Served]:
-    command = [sys.executable, str(FAKE), TIMED, "refuse", "break", "hang-up"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield Served(f"http://127.0.0.1:{int(process.stdout.readline())}")
-        finally:
-            process.kill()
+    with fake_process(TIMED, "refuse", "break", "hang-up") as (url, _):
+        yield Served(url)
 
 
 def load(moments_s: Sequence[float], adapter: int = 0, output_tokens: int = 4) -> Workload:
@@ -147,6 +141,43 @@ def test_the_same_seed_sends_the_same_prompts(fake: Served) -> None:
     assert first == again
     assert first[0] != first[1]
     assert first[0] != other[0]
+
+
+# --- the pacer ---
+
+
+def paced(moments_s: list[float], stop_at: int | None = None) -> list[tuple[int, float]]:
+    """Returns (index, seconds after the scheduled time) of every call."""
+
+    async def run() -> list[tuple[int, float]]:
+        started_s, ended = time.perf_counter(), asyncio.Event()
+        calls: list[tuple[int, float]] = []
+        pacer: Pacer
+
+        def call(index: int) -> None:
+            calls.append((index, time.perf_counter() - started_s - moments_s[index]))
+            if index == stop_at:
+                pacer.stop()
+            if index in (stop_at, len(moments_s) - 1):
+                ended.set()
+
+        pacer = Pacer([started_s + moment_s for moment_s in moments_s], call)
+        await ended.wait()
+        for _ in range(5):  # lets the event loop run all pending callbacks
+            await asyncio.sleep(0.001)
+        return calls
+
+    return uvloop.run(run())
+
+
+def test_calls_are_in_order_and_none_is_early_but_at_once_if_its_time_has_passed() -> None:
+    calls = paced([-1.0, -0.5, 0.0, 0.0, 0.003, 0.0031, 0.02])
+    assert [index for index, _ in calls] == [*range(7)]
+    assert all(late_s >= 0 for _, late_s in calls)
+
+
+def test_a_stopped_pacer_makes_no_more_calls() -> None:
+    assert [index for index, _ in paced([0.0, 0.001, 0.002, 0.003], stop_at=1)] == [0, 1]
 
 
 # --- finding an endpoint ---

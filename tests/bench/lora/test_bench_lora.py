@@ -15,7 +15,7 @@ from rich.console import Console
 
 from caraserve.bench.lora import run
 from caraserve.bench.lora.kernels import GpuPoint, KernelCase, measure
-from caraserve.bench.lora.report import tables
+from caraserve.bench.lora.run import tables
 from caraserve.cli.main import main
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver.detect import DeviceChoice

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from caraserve.bench.records import RequestRecord, Run
-from caraserve.bench.report.compare import compare
-from caraserve.bench.report.files import document, load_saved, save_report
+from caraserve.bench.report.files import compare, document, load_saved, save_report
 from caraserve.bench.report.plots import can_draw
 from caraserve.bench.report.run_plots import run_plots
-from caraserve.bench.report.summary import SloLimits, Summary, summarize
+from caraserve.bench.report.summary import SloLimits, summarize
 from caraserve.errors import ConfigError
 
 
@@ -43,9 +42,10 @@ def saved(folder: Path, *runs: Run, arguments: dict[str, object] | None = None) 
 
 
 def test_a_saved_document_is_read_back_unchanged(tmp_path: Path) -> None:
-    first = run("cached", 0.1)
-    report = load_saved(saved(tmp_path, first) / "serve.json")
-    assert report.runs == (summarize(first, SloLimits(ttft_ms=250)),)
+    runs = run("cached", 0.1), Run("none", (), 0.0, interrupted=True)
+    report = load_saved(saved(tmp_path, *runs) / "serve.json")
+    assert report.runs == tuple(summarize(each, SloLimits(ttft_ms=250)) for each in runs)
+    assert (report.runs[1].sent, report.runs[1].interrupted) == (0, True)
     assert report.notes == ("a note",)
     assert report.arguments["seed"] == 3
 
@@ -79,11 +79,6 @@ def test_two_reports_are_compared_figure_by_figure(tmp_path: Path) -> None:
     assert comparison.differences == (("arguments: request_rate", "1", "2"),)
 
 
-def test_reports_of_one_run_each_are_compared_even_if_labels_differ(tmp_path: Path) -> None:
-    a, b = (load_saved(saved(tmp_path / name, run(name, 0.1)) / "serve.json") for name in ("ours", "theirs"))
-    assert list(compare(a, b).rows) == ["ours | theirs"]
-
-
 def test_a_report_made_before_interruptions_were_measured_is_still_read(tmp_path: Path) -> None:
     file = saved(tmp_path, run("x", 0.1)) / "serve.json"
     report = json.loads(file.read_text())
@@ -92,11 +87,14 @@ def test_a_report_made_before_interruptions_were_measured_is_still_read(tmp_path
     assert load_saved(file).runs[0].interrupted_share is None
 
 
-def test_reports_without_a_common_label_are_refused(tmp_path: Path) -> None:
-    a = load_saved(saved(tmp_path / "a", run("x", 0.1), run("y", 0.1)) / "serve.json")
-    b = load_saved(saved(tmp_path / "b", run("z", 0.1)) / "serve.json")
+def test_without_a_common_label_only_reports_of_one_run_each_are_compared(tmp_path: Path) -> None:
+    a, b, both = (
+        load_saved(saved(tmp_path / "-".join(names), *(run(name, 0.1) for name in names)) / "serve.json")
+        for names in (("ours",), ("theirs",), ("x", "y"))
+    )
+    assert list(compare(a, b).rows) == ["ours | theirs"]
     with pytest.raises(ConfigError, match="no run of x, y"):
-        compare(a, b)
+        compare(both, b)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +113,3 @@ def test_files_that_are_no_reports_are_refused(tmp_path: Path, change: object, c
     file.write_text(change(json.loads(file.read_text())))
     with pytest.raises(ConfigError, match=complaint):
         load_saved(file)
-
-
-def test_a_run_without_requests_is_saved(tmp_path: Path) -> None:
-    empty: Summary = load_saved(saved(tmp_path, Run("none", (), 0.0, interrupted=True)) / "serve.json").runs[0]
-    assert (empty.sent, empty.interrupted) == (0, True)

@@ -3,9 +3,9 @@
 import pytest
 
 from caraserve.bench.records import RequestRecord, Run
-from caraserve.bench.report.ratios import ratios_to_first
+from caraserve.bench.report.ratios import PairedRatio, paired_ratios, ratios_to_first
 from caraserve.bench.report.summary import SloLimits, Summary, parse_slo, summarize
-from caraserve.bench.report.tables import ratio_table
+from caraserve.bench.report.tables import paired_table, ratio_table
 from caraserve.errors import ConfigError
 
 
@@ -39,14 +39,11 @@ def test_latencies(metric: str, mean_ms: float) -> None:
     assert getattr(two_answers().latency, metric).mean_ms == pytest.approx(mean_ms)
 
 
-def test_percentiles_lie_between_the_two_nearest_requests() -> None:
-    ttft = two_answers().latency.ttft
-    assert ttft is not None
-    assert ttft.percentiles_ms == pytest.approx({"p50": 200.0, "p90": 280.0, "p95": 290.0, "p99": 298.0})
-
-
-def test_rates_count_complete_answers_over_the_run() -> None:
+def test_percentiles_lie_between_the_two_nearest_requests_and_rates_count_complete_answers() -> None:
     summary = two_answers()
+    assert summary.latency.ttft is not None
+    percentiles = {"p50": 200.0, "p90": 280.0, "p95": 290.0, "p99": 298.0}
+    assert summary.latency.ttft.percentiles_ms == pytest.approx(percentiles)
     assert (summary.requests_per_s, summary.output_tokens_per_s, summary.total_tokens_per_s) == (1.0, 3.5, 13.5)
 
 
@@ -73,7 +70,7 @@ def test_a_run_sent_later_than_a_hundredth_of_its_gaps_is_not_valid(late_s: floa
     assert summary.lateness.share_of_gap == pytest.approx(late_s)
 
 
-def test_the_cold_start_share_is_computed_from_the_servers_phases() -> None:
+def test_the_cold_start_share_is_computed_from_the_servers_phases_and_shown_beside_ratios() -> None:
     cold = (("load", 50.0), ("stalled", 25.0), ("interrupted", 0.0))
     warm = (("load", 0.0), ("stalled", 0.0), ("interrupted", 60.0))
     records = answered(0, 0.0, (0.1, 0.3), phases=cold), answered(1, 0.0, (0.1, 0.6), phases=warm)
@@ -81,6 +78,10 @@ def test_the_cold_start_share_is_computed_from_the_servers_phases() -> None:
     assert summary.cold_start_share == pytest.approx((50 + 25 + 60) / 900)
     assert summary.interrupted_share == pytest.approx(60 / 900)
     assert two_answers().cold_start_share is two_answers().interrupted_share is None
+    repeats = [summarize(Run("cold", records[:1], 1.0)), summarize(Run("cold", records[1:], 1.0))]
+    table = ratio_table([two_answers(), *repeats])
+    assert table.heads[-2:] == ("lost to cold starts", "to others' loads")
+    assert [row[-2:] for row in table.rows] == [("–", "–"), ("17.5%", "5.0%")]
 
 
 def test_an_interruption_is_a_gap_above_one_and_a_half_medians() -> None:
@@ -117,11 +118,8 @@ def test_groups_by_rank_and_adapter() -> None:
     assert [(group.rank, group.requests) for group in summary.ranks] == [(0, 1), (64, 2)]
     assert [group.name for group in summary.adapters] == ["a", "base"]
     assert [group.ttft_mean_ms for group in summary.adapters] == pytest.approx([200, 200])
-
-
-def test_adapters_of_unknown_rank_are_not_the_base_model() -> None:
-    summary = summarize(Run("unknown", (answered(0, 0.0, (0.1,), rank=None),), 1.0))
-    assert [group.name for group in summary.ranks] == ["unknown"]
+    unknown = summarize(Run("unknown", (answered(0, 0.0, (0.1,), rank=None),), 1.0))
+    assert [group.name for group in unknown.ranks] == ["unknown"], "and not the base model"
 
 
 def test_token_counts_are_reported_beside_the_requested_ones() -> None:
@@ -155,25 +153,8 @@ def test_the_time_of_cpu_workers_is_the_mean_of_the_requests_that_they_helped() 
     assert summarize(Run("loaded", (records[1],), 1.0)).cpu_lora_ms is two_answers().cpu_lora_ms is None
 
 
-def test_cold_start_shares_are_in_the_table_of_ratios() -> None:
-    def run(label: str, interrupted_ms: float) -> Summary:
-        phases = (("load", 50.0), ("stalled", 0.0), ("interrupted", interrupted_ms))
-        return summarize(Run(label, (answered(0, 0.0, (0.5, 1.0), phases=phases),), 1.0))
-
-    table = ratio_table([run("cached", 0.0), run("ondemand", 100.0), run("ondemand", 300.0)])
-    assert table.heads[-2:] == ("lost to cold starts", "to others' loads")
-    assert [row[-2:] for row in table.rows] == [("5.0%", "0.0%"), ("25.0%", "20.0%")]
-
-
-@pytest.mark.parametrize(
-    ("text", "slo"),
-    [
-        ("ttft:200", SloLimits(ttft_ms=200)),
-        ("ttft:200, tpot:30.5,e2e:5000", SloLimits(ttft_ms=200, tpot_ms=30.5, e2e_ms=5000)),
-    ],
-)
-def test_limits_are_read(text: str, slo: SloLimits) -> None:
-    assert parse_slo(text) == slo
+def test_limits_are_read() -> None:
+    assert parse_slo("ttft:200, tpot:30.5,e2e:5000") == SloLimits(ttft_ms=200, tpot_ms=30.5, e2e_ms=5000)
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft:", "ttft:-1", "ttft:nan", "speed:3", "ttft:1,ttft:2"])
@@ -186,3 +167,56 @@ def test_limits_can_be_multiples_of_a_run_without_adapters() -> None:
     slo = SloLimits.scaled(two_answers(), 1.5)
     assert slo.tpt_ms == pytest.approx(1.5 * (62.5 + 500 / 3) / 2)
     assert slo.ttft_ms is None
+
+
+# --- request by request ---
+
+
+def paired_run(label: str, *ttfts_s: float, rate: float = 1.0, failed: int | None = None) -> Run:
+    """Returns a run whose request i is due at i / rate and has this TTFT."""
+    records = (
+        answered(index, index / rate, (index / rate + ttft_s,), error="HTTP 500" if index == failed else None)
+        for index, ttft_s in enumerate(ttfts_s)
+    )
+    return Run(label, tuple(records), 10.0)
+
+
+def test_a_request_is_compared_with_itself_in_the_same_repeat() -> None:
+    runs = [
+        paired_run("cached", 0.1, 0.2),
+        paired_run("cached", 0.4),
+        paired_run("auto", 0.2, 0.2),
+        paired_run("auto", 0.2),
+    ]
+    assert paired_ratios(runs)["auto"]["ttft"] == PairedRatio(pytest.approx(1.0), *map(pytest.approx, (0.5, 2.0)), 3)
+
+
+def test_one_stall_does_not_change_the_median_whose_interval_is_between_requests() -> None:
+    base = [0.1 + 0.001 * index for index in range(100)]
+    ratios = [1.0 + 0.01 * index for index in range(100)]
+    for others, expected in (
+        ([1.05 * ttft_s for ttft_s in base[:-1]] + [9.0], (1.05, 1.05, 1.05)),
+        ([ttft_s * ratio for ttft_s, ratio in zip(base, ratios, strict=True)], (1.495, ratios[40], ratios[59])),
+    ):
+        found = paired_ratios([paired_run("cached", *base), paired_run("auto", *others)])["auto"]["ttft"]
+        assert (found.median, found.low, found.high) == pytest.approx(expected)
+
+
+def test_requests_that_one_of_the_two_did_not_answer_are_left_out() -> None:
+    found = paired_ratios([paired_run("cached", 0.1, 0.1, failed=0), paired_run("auto", 0.9, 0.2)])["auto"]["ttft"]
+    assert (found.median, found.requests) == (pytest.approx(2.0), 1)
+
+
+def test_runs_of_other_requests_have_no_ratios() -> None:
+    assert paired_ratios([paired_run("1/s", 0.1, 0.1), paired_run("2/s", 0.1, 0.1, rate=2.0)]) == {}
+    assert paired_ratios([]) == {}
+
+
+def test_the_table_has_a_line_for_each_further_mode() -> None:
+    table = paired_table(
+        paired_ratios([paired_run("cached", 0.1), paired_run("assisted", 0.1), paired_run("auto", 0.2)])
+    )
+    assert [row[:3] for row in table.rows] == [
+        ("assisted", "1", "1.000 (1.000 to 1.000)"),
+        ("auto", "1", "2.000 (2.000 to 2.000)"),
+    ]

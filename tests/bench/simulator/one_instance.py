@@ -7,11 +7,9 @@ import numpy as np
 from caraserve.bench.records import PlannedRequest, Workload
 from caraserve.bench.simulator import batching
 from caraserve.bench.simulator.compiled import BACKLOG, FOREVER, Batches, entry
-from caraserve.bench.simulator.machines import SimulatedMachine
+from caraserve.bench.simulator.setting import SimulatedMachine
 from caraserve.bench.simulator.simulation import make_batches, make_requests
 from caraserve.cluster.routing.cost import Backlog
-
-_MOST_RUNS = 4096
 
 
 @entry
@@ -41,12 +39,23 @@ class OneInstance:
     def __init__(self, machine: SimulatedMachine, requests: Sequence[tuple[int, int, int]]) -> None:
         planned = [PlannedRequest(index, 0.0, index, *row[1:]) for index, row in enumerate(requests)]
         rows, ranks = make_requests(Workload(tuple(planned), tuple(row[0] for row in requests)))
-        self._batches = make_batches([machine], rows, ranks, traced=_MOST_RUNS)
-        self._machine = machine
+        self._batches = make_batches([machine], rows, ranks)
+        # The runs of iterations: (start, duration of each, times, decoding requests, prompt tokens).
+        self.runs: list[tuple[int, int, int, int, int]] = []
 
     def advance(self, now: int) -> int:
         """Returns the number of requests that wait for memory or a slot at that time."""
-        return int(_advance(self._batches, now))
+        one = self._batches.instances[0]
+        while True:
+            loaded = one["loading_ready"][0] if one["num_loading"] else FOREVER  # which may cut the run short
+            at = min(one["stop"], loaded)
+            if at > now:
+                return int(_advance(self._batches, now))
+            if one["stop"] == at:
+                tokens = one["chunk_tokens"][: one["num_chunks"]].sum()
+                start, each, times, decoding = (int(one[name]) for name in ("start", "each", "count", "num_decoding"))
+                self.runs.append((start, each, times, decoding, int(tokens)))
+            _advance(self._batches, at)
 
     def deliver(self, index: int, now: int, ready: int) -> None:
         _deliver(self._batches, index, now, ready)
@@ -61,25 +70,18 @@ class OneInstance:
 
     def finish(self) -> None:
         """Serves what is left, and checks that nothing is."""
-        _advance(self._batches, FOREVER - 1)
+        self.advance(FOREVER - 1)
         check_empty(self._batches)
 
     def times(self) -> list[tuple[int, int]]:
         """Returns the times of the first token and the end of every request."""
         return [(int(one["first"]), int(one["done"])) for one in self._batches.requests]
 
-    def runs(self) -> list[tuple[int, int, int, int, int]]:
-        """Returns the runs of iterations: (start, duration of each, times, decoding requests, prompt tokens)."""
-        runs: list[tuple[int, int, int, int, int]] = self._batches.traces[
-            0, : self._batches.instances["steps"][0]
-        ].tolist()
-        return runs
-
     def iterations(self) -> list[tuple[int, int, int, int]]:
         """Returns every iteration as (start, duration, decoding requests, prompt tokens)."""
         return [
             (start + index * each, each, decoding, tokens)
-            for start, each, times, decoding, tokens in self.runs()
+            for start, each, times, decoding, tokens in self.runs
             for index in range(times)
         ]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from caraserve.bench.simulator.machines import SimulatedMachine
+from caraserve.bench.simulator.setting import SimulatedMachine
 
 
 @dataclass

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from caraserve.bench.records import PlannedRequest, Workload
 from caraserve.bench.simulator import routing
 from caraserve.bench.simulator.compiled import MS, entry
-from caraserve.bench.simulator.machines import SimulatedMachine
-from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.setting import ClusterSetting, SimulatedMachine
 from caraserve.bench.simulator.simulation import Simulation
 from caraserve.cluster.routing.cost import Arrival, Backlog, LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel

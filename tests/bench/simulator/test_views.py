@@ -7,8 +7,7 @@ from caraserve.bench.records import Workload
 from caraserve.bench.simulator import views
 from caraserve.bench.simulator.compiled import MS, entry
 from caraserve.bench.simulator.fleet import with_room
-from caraserve.bench.simulator.machines import paper_machine
-from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.setting import ClusterSetting, paper_machine
 from caraserve.bench.simulator.simulation import Simulation
 from caraserve.cluster.routing.cost import Arrival, Backlog
 from caraserve.cluster.routing.router import SentRequests

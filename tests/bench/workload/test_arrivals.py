@@ -28,37 +28,27 @@ def test_gaps_have_the_rate_and_the_variation_of_their_process(text: str, variat
     assert gaps_s.std() / gaps_s.mean() == pytest.approx(variation, rel=0.03, abs=1e-9)
 
 
-def test_requests_of_a_burst_arrive_at_once() -> None:
-    assert times("burst", None, 4).tolist() == [0, 0, 0, 0]
-    assert times("burst", 5, 2).tolist() == [0, 0]
-
-
-def test_uniform_arrivals_begin_at_the_start() -> None:
-    assert times("uniform", 4, 3).tolist() == [0, 0.25, 0.5]
-
-
-def test_a_trace_is_stretched_to_the_rate() -> None:
-    trace = recorded(0, 1, 3, 6)  # the next would come after one more mean gap, at 8
-    assert times("trace", 1, 4, trace).tolist() == pytest.approx([0, 0.5, 1.5, 3])
-    assert times("trace", 2, 4, trace).tolist() == pytest.approx([0, 0.25, 0.75, 1.5])
-
-
-def test_without_a_rate_a_trace_keeps_its_own() -> None:
-    assert times("trace", None, 4, recorded(0, 1, 3, 6)).tolist() == pytest.approx([0, 1, 3, 6])
-
-
-def test_a_part_of_a_trace_has_the_requested_rate() -> None:
-    assert times("trace", 1, 2, recorded(0, 1, 4, 6)).tolist() == pytest.approx([0, 0.5])
-
-
-def test_a_trace_that_is_too_short_is_repeated() -> None:
-    at_s = times("trace", 0.5, 8, recorded(0, 1, 3, 6))
-    assert at_s.tolist() == pytest.approx([0, 1, 3, 6, 8, 9, 11, 14])
-
-
-def test_a_trace_of_one_moment_is_a_burst() -> None:
-    assert times("trace", 3, 3, recorded(0, 0)).tolist() == [0, 0, 0]
-    assert times("trace", None, 2, recorded(0)).tolist() == [0, 0]
+@pytest.mark.parametrize(
+    ("text", "rate", "trace", "expected"),
+    [
+        ("burst", None, (), [0, 0, 0, 0]),
+        ("burst", 5, (), [0, 0]),
+        ("uniform", 4, (), [0, 0.25, 0.5]),
+        ("trace", 1, (0, 1, 3, 6), [0, 0.5, 1.5, 3]),  # the next would come after one more mean gap, at 8
+        ("trace", 2, (0, 1, 3, 6), [0, 0.25, 0.75, 1.5]),
+        ("trace", None, (0, 1, 3, 6), [0, 1, 3, 6]),
+        ("trace", 1, (0, 1, 4, 6), [0, 0.5]),
+        ("trace", 0.5, (0, 1, 3, 6), [0, 1, 3, 6, 8, 9, 11, 14]),
+        ("trace", 3, (0, 0), [0, 0, 0]),
+        ("trace", None, (0,), [0, 0]),
+    ],
+    ids=[
+        *("a burst", "a burst at a rate", "from the start", "stretched to a rate", "to another one", "at its own rate"),
+        *("a part has the rate", "a short one is repeated", "of one moment", "of one request"),
+    ],
+)
+def test_times_without_chance(text: str, rate: float | None, trace: tuple[float, ...], expected: list[float]) -> None:
+    assert times(text, rate, len(expected), recorded(*trace)).tolist() == pytest.approx(expected)
 
 
 def test_arrivals_follow_the_calls_per_minute_of_a_trace() -> None:
@@ -101,14 +91,11 @@ def test_invalid_texts_are_refused(text: str, why: str) -> None:
         parse_arrivals(text)
 
 
-def test_a_process_without_a_rate_of_its_own_needs_one() -> None:
+def test_a_process_needs_a_rate_and_a_trace_times() -> None:
     with pytest.raises(ConfigError, match="'poisson' need a rate"):
         times("poisson", None, 1)
     with pytest.raises(ConfigError, match="must be above 0, not 0"):
         times("poisson", 0, 1)
-
-
-def test_a_trace_without_times_gives_no_arrivals() -> None:
     some = np.ones(1, np.int64)
     with pytest.raises(ConfigError, match=r"lengths\.csv has no times"):
         parse_arrivals("trace", RequestTrace("lengths.csv", some, some))

@@ -40,8 +40,9 @@ def of_ranks(dealt: Indices, ranks: Sequence[int]) -> dict[int, float]:
     return {rank: float((asked == rank).mean()) for rank in sorted(set(ranks))}
 
 
-def test_uniform_gives_all_adapters_equal_shares() -> None:
-    assert shares(deal("uniform", 4), 4) == pytest.approx([0.25] * 4, abs=0.01)
+@pytest.mark.parametrize("text", ["uniform", "top5"])
+def test_with_few_adapters_shares_are_equal(text: str) -> None:
+    assert shares(deal(text, 4), 4) == pytest.approx([0.25] * 4, abs=0.01)
 
 
 def test_distinct_repeats_one_random_permutation() -> None:
@@ -49,9 +50,6 @@ def test_distinct_repeats_one_random_permutation() -> None:
     assert sorted(dealt[:20]) == list(range(20))
     assert dealt[:20] != list(range(20))
     assert all(len(set(dealt[start : start + 20])) == 20 for start in range(31))
-
-
-def test_only_distinct_drops_adapters_after_use() -> None:
     assert parse_popularity("distinct").drops_after_use
     assert not parse_popularity("uniform").drops_after_use
 
@@ -82,8 +80,7 @@ def test_the_first_adapters_have_their_known_shares(
 
 
 def test_slora_above_1_favours_the_last_adapters() -> None:
-    share = shares(deal("slora:8", 200), 200)
-    assert sum(share[-5:]) == pytest.approx(0.1833, abs=0.01)
+    assert sum(shares(deal("slora:8", 200), 200)[-5:]) == pytest.approx(0.1833, abs=0.01)
 
 
 def test_geometric_shuffles_exact_counts() -> None:
@@ -106,10 +103,6 @@ def test_maf_is_as_skewed_as_random_groups_of_the_traces_functions(
     ]
     medians = np.median(groups, axis=0)
     assert (medians[0], medians[4], medians[9]) == pytest.approx((top1, top5, top10), abs=0.04)
-
-
-def test_top5_with_few_adapters_is_uniform() -> None:
-    assert shares(deal("top5", 4), 4) == pytest.approx([0.25] * 4, abs=0.01)
 
 
 def test_sticky_repeats_one_of_the_last_adapters() -> None:
@@ -186,11 +179,6 @@ def test_a_trace_of_calls_per_minute_changes_shares_with_time() -> None:
     assert idle == pytest.approx([1 / 3, 2 / 3], abs=0.02)  # no call then: those of all time
 
 
-def test_a_trace_with_fewer_functions_than_adapters_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"m\.csv has 1 functions with calls; it cannot name 2"):
-        deal("trace", 2, trace=RateTrace("m.csv", np.ones((1, 2), np.int32)))
-
-
 @given(
     st.sampled_from(
         [
@@ -235,12 +223,11 @@ def test_invalid_texts_are_refused(text: str, why: str) -> None:
         parse_popularity(text)
 
 
-def test_a_distribution_over_no_adapters_is_refused() -> None:
+def test_without_adapters_or_with_a_trace_that_does_not_name_them_a_popularity_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one adapter"):
         deal("uniform", 0)
-
-
-def test_a_trace_without_adapters_has_no_popularity() -> None:
+    with pytest.raises(ConfigError, match=r"m\.csv has 1 functions with calls; it cannot name 2"):
+        deal("trace", 2, trace=RateTrace("m.csv", np.ones((1, 2), np.int32)))
     some = np.ones(1, np.int64)
     with pytest.raises(ConfigError, match=r"t\.csv does not name adapters"):
         parse_popularity("trace", RequestTrace("t.csv", some, some))

@@ -8,7 +8,7 @@ import pytest
 from caraserve.bench.workload.arrivals import parse_arrivals
 from caraserve.bench.workload.lengths import parse_lengths
 from caraserve.bench.workload.popularity import parse_popularity
-from caraserve.bench.workload.presets import SweptValue, find_preset, load_presets
+from caraserve.bench.workload.presets import Preset, SweptValue, find_preset, load_presets
 from caraserve.bench.workload.traces import included_trace
 from caraserve.errors import ConfigError
 
@@ -52,52 +52,29 @@ def test_an_unknown_preset_is_refused_with_those_that_exist() -> None:
         find_preset("toppings-s7")
 
 
-def test_every_text_of_a_preset_parses() -> None:
-    for preset in PRESETS.values():
-        for lengths in preset.lengths.values:
-            parse_lengths(lengths)
-        for arrivals in preset.arrivals.values:
-            parse_arrivals(arrivals, included_trace())
-        for popularity in preset.popularity.values:
-            parse_popularity(popularity, included_trace())
-        assert preset.slo is None or re.fullmatch(r"(p95-)?(ttft|tpt):[\d.]+[sx]", preset.slo)
-
-
-def test_a_preset_is_complete() -> None:
-    for preset in PRESETS.values():
-        assert preset.base_model.default
-        assert preset.hardware
-        assert preset.servers >= 1
-        assert (preset.duration_s is None) != (preset.requests is None)
-        assert preset.rates is not None or preset.arrivals.default == "burst"
-        assert preset.rates is None or all(rate > 0 for rate in preset.rates.values)
-        assert all(ranks and min(ranks) >= 1 for ranks in preset.ranks.values)
-        assert min(preset.adapters.values) >= 0
-
-
-def test_the_default_of_a_sweep_is_one_of_its_values() -> None:
-    for preset in PRESETS.values():
-        choices: tuple[SweptValue[Any], ...] = (
-            preset.base_model,
-            preset.lengths,
-            preset.arrivals,
-            preset.adapters,
-            preset.popularity,
-            preset.ranks,
-        )
-        for choice in (*choices, *filter(None, [preset.rates])):
-            assert choice.default in choice.values
-            assert len(set(choice.values)) == len(choice.values)
-
-
-def test_a_preset_says_in_sentences_what_it_assumes() -> None:
-    for preset in PRESETS.values():
-        assert preset.assumptions
-        assert all(re.fullmatch(r"\S.*\.", note) for note in preset.notes)
-        swept = [
-            len(choice.values) > 1 for choice in (preset.adapters, preset.popularity, preset.arrivals, preset.ranks)
-        ]
-        assert sum("sweeps" in note for note in preset.notes) >= sum(swept)
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.name)
+def test_a_preset_is_complete_and_can_be_parsed(preset: Preset) -> None:
+    for lengths in preset.lengths.values:
+        parse_lengths(lengths)
+    for arrivals in preset.arrivals.values:
+        parse_arrivals(arrivals, included_trace())
+    for popularity in preset.popularity.values:
+        parse_popularity(popularity, included_trace())
+    assert preset.slo is None or re.fullmatch(r"(p95-)?(ttft|tpt):[\d.]+[sx]", preset.slo)
+    assert preset.hardware
+    assert preset.servers >= 1
+    assert (preset.duration_s is None) != (preset.requests is None)
+    assert (preset.arrivals.default == "burst") if preset.rates is None else min(preset.rates.values) > 0
+    assert all(ranks and min(ranks) >= 1 for ranks in preset.ranks.values)
+    assert min(preset.adapters.values) >= 0
+    choices: list[SweptValue[Any]] = [preset.adapters, preset.popularity, preset.arrivals, preset.ranks, preset.lengths]
+    choices += [preset.base_model, *filter(None, [preset.rates])]
+    for choice in choices:
+        assert choice.default in choice.values
+        assert len(set(choice.values)) == len(choice.values)
+    assert preset.assumptions
+    assert all(re.fullmatch(r"\S.*\.", note) for note in preset.notes)
+    assert sum("sweeps" in note for note in preset.notes) >= sum(len(choice.values) > 1 for choice in choices[:4])
 
 
 def test_settings_are_those_of_the_papers() -> None:

@@ -122,7 +122,7 @@ def test_every_preset_makes_a_workload() -> None:
         assert (whole.num_requests, whole.duration_s) == (preset.requests, preset.duration_s)
 
 
-def test_toppings_first_setting_has_the_load_of_its_paper() -> None:
+def test_toppings_settings_have_the_load_of_their_paper() -> None:
     workload = build(spec_from_preset(find_preset("toppings-s1")))
     assert len(workload.requests) == 2700
     assert set(workload.ranks) == {32}
@@ -132,12 +132,9 @@ def test_toppings_first_setting_has_the_load_of_its_paper() -> None:
     assert sum(column(workload, "output_tokens")) / 300 == pytest.approx(1459, rel=0.06)
     adapters = column(workload, "adapter")
     assert all(len(set(adapters[start : start + 200])) == 200 for start in range(0, 2400, 200))
-
-
-def test_toppings_compressed_meetings_reach_the_model_with_some_500_positions() -> None:
-    workload = build(spec_from_preset(find_preset("toppings-s4")))
-    assert np.mean(column(workload, "prompt_tokens")) == pytest.approx(512, rel=0.05)
-    assert np.mean(column(workload, "output_tokens")) == pytest.approx(88, rel=0.05)
+    meetings = build(spec_from_preset(find_preset("toppings-s4")))  # compressed, for some 500 positions of the model
+    means = [np.mean(column(meetings, name)) for name in ("prompt_tokens", "output_tokens")]
+    assert means == pytest.approx([512, 88], rel=0.05)
 
 
 def test_a_preset_replays_a_trace_of_functions() -> None:
@@ -172,16 +169,6 @@ def test_a_production_preset_replays_a_group_of_the_included_functions() -> None
     assert not [note for note in made.notes if "log-normal" in note]
 
 
-def test_a_trace_of_requests_replaces_what_it_has_of_the_included_functions() -> None:
-    tokens = np.array([10, 20, 30])
-    preset = find_preset("toppings-maf-128")
-    made = build(spec_from_preset(preset, trace=RequestTrace("t.csv", tokens, tokens)))
-    assert [request.prompt_tokens for request in made.requests[:4]] == [10, 20, 30, 10]
-    plain = build(spec_from_preset(preset))
-    assert column(made, "adapter") == column(plain, "adapter")
-    assert [request.at_s for request in made.requests] == [request.at_s for request in plain.requests]
-
-
 def test_a_trace_by_the_minute_also_serves_fewer_adapters_than_it_has_functions() -> None:
     trace = RateTrace("day.csv", np.arange(1, 81, dtype=np.int32).reshape(20, 4))
     by_trace = parse_popularity("trace", trace), parse_arrivals("trace", trace)
@@ -189,15 +176,19 @@ def test_a_trace_by_the_minute_also_serves_fewer_adapters_than_it_has_functions(
     assert {request.adapter for request in made.requests} == set(range(5))
 
 
-def test_a_preset_replays_a_trace_of_requests() -> None:
+def test_a_trace_of_requests_replaces_what_it_has() -> None:
     at_s, tokens = np.array([0.0, 1.0, 3.0]), np.array([10, 20, 30])
-    preset = find_preset("loraserve-uniform")
-    made = build(replace(spec_from_preset(preset, trace=RequestTrace("t.csv", tokens, tokens, at_s)), rate=None))
-    assert [request.prompt_tokens for request in made.requests[:4]] == [10, 20, 30, 10]
-    assert [request.at_s for request in made.requests[:4]] == pytest.approx([0, 1, 3, 4.5])
+    preset = find_preset("toppings-maf-128")
+    made, plain = (
+        build(spec_from_preset(preset, trace=trace)) for trace in (RequestTrace("t.csv", tokens, tokens), None)
+    )
+    assert column(made, "prompt_tokens")[:4] == [10, 20, 30, 10]
+    assert column(made, "adapter") == column(plain, "adapter"), "of the included functions"
+    assert column(made, "at_s") == column(plain, "at_s")
+    timed = spec_from_preset(find_preset("loraserve-uniform"), trace=RequestTrace("t.csv", tokens, tokens, at_s))
+    made = build(replace(timed, rate=None))
+    assert column(made, "at_s")[:4] == pytest.approx([0, 1, 3, 4.5])
     assert len(set(column(made, "adapter"))) == 25  # the trace names none
-    untimed = build(spec_from_preset(preset, trace=RequestTrace("t.csv", tokens, tokens)))
-    assert len(untimed.requests) == 9600
 
 
 @given(

@@ -14,7 +14,7 @@ import pytest
 from caraserve.errors import ConfigError
 from caraserve.http.access.api_keys import ApiKeys, read_keys
 from caraserve.http.client import Client, RateLimits
-from caraserve.kv.prefix_keys import root_key
+from caraserve.kv.block_pool import root_key
 from tests.http.fake_engine import FakeAdapter, FakeEngine, FakeSnapshot
 from tests.http.fleet import fleet
 from tests.http.log_lines import LogLines, logged

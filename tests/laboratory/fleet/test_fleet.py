@@ -44,7 +44,7 @@ def profile(scale: float = 1.0) -> Profile:
 
 def alone(routing: str = FIXED, probes: tuple[Probe, ...] = ()) -> FleetRun:
     """Returns a run of two instances in which requests of 10 prompt tokens and 5 output tokens never meet."""
-    requests = tuple(ServedRequest(n % 2, 0, 10, 5, float(n), n + 0.020, n + 0.064) for n in range(20))
+    requests = tuple(ServedRequest(n % 2, n % len(RANKS), 10, 5, float(n), n + 0.020, n + 0.064) for n in range(20))
     return FleetRun(2, routing, 0.1, 1.0, requests, 0.0, 0.1, {}, probes)
 
 
@@ -65,15 +65,13 @@ def test_groups_are_removed_when_a_measurement_fails() -> None:
     assert not any(share.folder.exists() for share in shares)
 
 
-def test_a_machine_without_control_groups_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_more_shares_than_fit_on_the_cores_and_a_machine_without_groups_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="do not fit"), cpu_shares(5 * len(os.sched_getaffinity(0)) + 1, 0.2):
+        pass
     monkeypatch.setattr(cpu_share, "_CPU", tmp_path / "none")
     with pytest.raises(ConfigError, match="none has no CPU controller"), cpu_shares(1, 0.2):
-        pass
-
-
-def test_more_shares_than_fit_on_the_cores_are_refused() -> None:
-    cores = len(os.sched_getaffinity(0))
-    with pytest.raises(ConfigError, match="do not fit"), cpu_shares(5 * cores + 1, 0.2):
         pass
 
 
@@ -97,13 +95,6 @@ def test_the_slo_is_a_multiple_of_the_time_per_token_without_adapters() -> None:
     known = Calibration((profile(),), 1.0, ())
     twice = Calibration((profile(2.0),), 0.5, ())
     assert slo_ms(twice) == pytest.approx(2 * slo_ms(known), rel=0.1)
-
-
-def test_a_simulated_fleet_has_adapters_of_all_ranks() -> None:
-    run = alone()
-    one = replace(run.requests[0], adapter=len(RANKS) - 1)
-    found = compare(replace(run, requests=(one, *run.requests[1:])), Calibration((profile(), profile()), 10.0, ()))
-    assert found.simulated.attainment == 1.0
 
 
 def probe(size: int, prompt_tokens: int = 16) -> Probe:

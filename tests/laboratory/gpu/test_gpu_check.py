@@ -122,13 +122,14 @@ def test_every_stages_results_are_printed_and_written_before_the_next_begins(
 ) -> None:
     file = tmp_path / "results" / "gpu.json"
     reports = {
-        "first": StageReport(Outcome.KILLED, "it took longer than 25 s and was killed"),
+        "first": StageReport(Outcome.KILLED, "it took longer than 25 s and was killed", {"of": "first"}),
         "second": StageReport(Outcome.DONE, "", {"x": 1}, (ResultLine("a speed", "7 GB/s"),)),
     }
 
     def run(stage: Stage, known: Known) -> StageReport:
         if stage.name == "second":
             assert json.loads(file.read_text())["stages"]["first"]["outcome"] == "killed"
+            assert known == {"first": {"of": "first"}}, "later stages get earlier figures"
             assert "KILLED" in capsys.readouterr().out
         return reports[stage.name]
 
@@ -152,17 +153,6 @@ def test_no_stage_ends_after_the_time_for_all(tmp_path: Path) -> None:
     reported = json.loads((tmp_path / "x.json").read_text())["stages"]
     assert reported["none"]["error"] == "100 s are left for all, and it needs 110"
     assert reported["whole"]["lines"] == [["a", "b", "≥ 2", False]]
-
-
-def test_later_stages_get_earlier_figures(tmp_path: Path) -> None:
-    seen: list[Known] = []
-
-    def run(stage: Stage, known: Known) -> StageReport:
-        seen.append(known)
-        return StageReport(Outcome.DONE, "", {"of": stage.name})
-
-    assert check([FIRST, SECOND], run, ResultsFile(tmp_path / "x.json", {}), 100.0) == 0
-    assert seen == [{}, {"first": {"of": "first"}}]
 
 
 @pytest.mark.parametrize("anyway", [False, True])

@@ -47,11 +47,8 @@ def test_the_server_holds_three_quarters_of_32_adapters_of_all_modules() -> None
     """Running requests hold theirs: with a quarter on the device, they would wait for one another."""
     args = bench_parser().parse_args(["modes", *arguments(CheckEffort().server, (), (), Path("x"))[:-3]])
     assert (args.adapters, args.resident, args.random_model) == (32, 24, "llama2-7b")
-
-
-def test_of_all_modes_those_that_are_most_wanted_run_first() -> None:
     args = bench_parser().parse_args(["modes", *CheckEffort().modes])
-    assert args.modes == ("cached", "auto", "pipelined", "ondemand", "assisted")
+    assert args.modes == ("cached", "auto", "pipelined", "ondemand", "assisted"), "those that are most wanted first"
 
 
 def test_running_requests_are_compared_with_those_of_cached(tmp_path: Path) -> None:
