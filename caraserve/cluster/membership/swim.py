@@ -396,16 +396,11 @@ class MemberTable:
         self._spread(MemberUpdate(self.me, ""))
 
     def _spread(self, update: MemberUpdate) -> None:
-        if (
-            update.record.state != MemberState.SUSPECT
-            or (old := self._queued(update.record.name)) is None
-            or old != update.record
-        ):
-            self._unspread(update.record.name)
-        self._queue[update.record.name, update.suspected_by] = (update, 0)
-
-    def _queued(self, name: str) -> MemberRecord | None:
-        return next((update.record for (about, _), (update, _) in self._queue.items() if about == name), None)
+        name = update.record.name
+        queued = next((one.record for (about, _), (one, _) in self._queue.items() if about == name), None)
+        if update.record.state != MemberState.SUSPECT or queued != update.record:
+            self._unspread(name)
+        self._queue[name, update.suspected_by] = (update, 0)
 
     def _unspread(self, name: str) -> None:
         for key in [key for key in self._queue if key[0] == name]:

@@ -253,7 +253,7 @@ def test_a_temporary_disk_cache_is_small_and_deletes_those_of_killed_processes(
     "work",
     [
         lambda store: store.sweep(),
-        lambda store: store._advertise_all(store.stored_digests()),
+        lambda store: store._advertise_all(store.stored.digests()),
         lambda store: store._make_room(1 << 30),
     ],
     ids=["what has no name is looked for", "what an earlier life kept is said", "room is made on disk"],

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 
-from caraserve.cluster.routing.placement_plan import PlacementPlan
-from caraserve.cluster.routing.shares import Share
+from caraserve.cluster.routing.placement_plan import PlacementPlan, Share
 from caraserve.cluster.transfer.reconciler import ByteBucket, MigrationLimits, Reconciler, is_elsewhere
 from tests.cluster.nodes import until
 from tests.cluster.pools import PoolInstance, Pools, pools
