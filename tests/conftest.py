@@ -11,7 +11,8 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import hypothesis
 import pytest
@@ -70,8 +71,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(_bounded(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})))
+    asyncio.run(_bounded(_in_contexts(pyfuncitem.obj, {name: pyfuncitem.funcargs[name] for name in names})))
     return True
+
+
+async def _in_contexts(test: Callable[..., Awaitable[None]], arguments: dict[str, object]) -> None:
+    """Runs a test. In place of each argument that is an asynchronous context, it gets what the context yields."""
+    async with AsyncExitStack() as stack:
+        for name, value in arguments.items():
+            if isinstance(value, AbstractAsyncContextManager):
+                arguments[name] = await stack.enter_async_context(value)
+        await test(**arguments)
 
 
 async def _bounded(test: "asyncio.Future[None]") -> None:
