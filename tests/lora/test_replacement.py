@@ -70,14 +70,17 @@ async def test_a_read_that_has_begun_gets_its_own_version(
         deletion = asyncio.create_task(receiver.delete("new"))
         await until(lambda: receiver.catalog.find("new") is None)
     else:
-        await receiver.put("new", bodies[1])
+        assert not (await receiver.put("new", bodies[1])).is_new
     if change == "replaced and uploaded again":
         await receiver.put("new", bodies[0])
     assert await read.digest() == digest
+    assert deletion is None or not deletion.done()
     receiver.catalog.manager.unpin(adapter)
     await until(lambda: receiver.left() == ([] if change == "deleted" else ["new"]))
     if deletion is not None:
         await deletion
+        with pytest.raises(NotFound):
+            await receiver.delete("new")
 
 
 async def test_requests_that_come_while_a_name_is_replaced_get_a_version_whose_files_are_there(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.errors import AdapterRejected, CaraServeError, NotFound
+from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.lora.peft import inspect_adapter
 from caraserve.lora.uploads import AdapterUploads, UploadClaims
 from tests.cluster.nodes import until
@@ -75,21 +75,6 @@ async def test_a_folder_that_was_not_uploaded_is_never_replaced_nor_removed(rece
     await receiver.delete("own")
     assert receiver.left() == ["own"]
     assert receiver.catalog.find("own") is None
-
-
-async def test_deleting_an_uploaded_adapter_waits_for_its_requests_and_removes_its_files(
-    receiver: Receiver, folder: Path
-) -> None:
-    await receiver.put("new", tar_of(folder))
-    pinned = receiver.catalog.pin("new")
-    deletion = asyncio.create_task(receiver.delete("new"))
-    await until(lambda: receiver.catalog.find("new") is None)
-    assert read_digest(pinned) == pinned.digest
-    receiver.catalog.manager.unpin(pinned)
-    await deletion
-    assert receiver.left() == []
-    with pytest.raises(NotFound):
-        await receiver.delete("new")
 
 
 async def test_files_that_another_instance_has_replaced_stay_until_their_last_request_has_ended(

@@ -202,21 +202,6 @@ async def test_the_last_of_two_instances_to_complete_an_upload_of_one_name_gives
     assert receiver.left() == (["new"] if is_whole else [])
 
 
-async def test_a_name_is_replaced_and_its_requests_keep_the_old_files_until_they_end(
-    receiver: Receiver, tmp_path: Path, folder: Path
-) -> None:
-    other = write_adapter(tmp_path / "other", {"lora_alpha": 9})
-    first = await receiver.put("new", tar_of(folder))
-    pinned = receiver.catalog.pin("new")
-    second = await receiver.put("new", tar_of(other))
-    assert not second.is_new
-    assert receiver.catalog.get("new").digest == second.info.digest != first.info.digest
-    assert inspect_adapter(receiver.root / "new", SPEC).digest == second.info.digest
-    assert read_digest(pinned) == first.info.digest
-    receiver.catalog.manager.unpin(pinned)
-    await until(lambda: receiver.left() == ["new"])
-
-
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
 @pytest.mark.parametrize("how", ["deleted", "replaced", "elsewhere"])
 async def test_the_same_bytes_under_another_name_stay_when_a_name_changes(

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from caraserve.cluster.membership import messages
 from caraserve.cluster.membership.anti_entropy import AntiEntropy
 from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.membership.connection import Connection, Ignored, limit_accepted, should_replace
+from caraserve.cluster.membership.connection import Connection, limit_accepted, should_replace
 from caraserve.cluster.membership.dialer import Dialer
 from caraserve.cluster.membership.events import (
     CLUSTER_FULL,
@@ -116,7 +116,7 @@ class ClusterProtocol:
             elif isinstance(message, messages.Refuse):
                 if message.echo == source.nonce:
                     self._refused(source, message.reason, now)
-            elif not isinstance(message, Ignored) and source.peer is not None:
+            elif message is not None and source.peer is not None:
                 self.members.heard(source.peer.name, source.peer.address, now)
                 self._handle(source, source.peer.name, message, now)
         self._settle()
@@ -331,13 +331,7 @@ class ClusterProtocol:
             case messages.PeerQuery():
                 self._outputs.append(QueryReceived(name, message))
 
-    def _take_view(
-        self,
-        connection: Connection,
-        name: str,
-        message: messages.Heartbeat | messages.Sync | messages.Leave,
-        now: float,
-    ) -> None:
+    def _take_view(self, connection: Connection, name: str, message: messages.Message, now: float) -> None:
         match message:
             case messages.Heartbeat(record, sequence, load, registry_root, advertised_root, updates) if (
                 record.name == name
@@ -361,13 +355,7 @@ class ClusterProtocol:
                 self._merge((MemberUpdate(record, ""),), now)
                 connection.close("it leaves")
 
-    def _take_probe(
-        self,
-        connection: Connection,
-        name: str,
-        message: messages.Ping | messages.PingRequest | messages.Ack | messages.Nack,
-        now: float,
-    ) -> None:
+    def _take_probe(self, connection: Connection, name: str, message: messages.Message, now: float) -> None:
         match message:
             case messages.Ping(number, updates):
                 self._merge(updates, now)
