@@ -27,6 +27,12 @@ def adapters(fleet: Fleet, name: str) -> set[str]:
     return {adapter.name for adapter in fleet.nodes[name].protocol.state.adapters()}
 
 
+def deaths(fleet: Fleet) -> set[str]:
+    """Returns the names of the instances that any other one has believed to be dead."""
+    events = [event for name in fleet.nodes for _, event in fleet.events(name)]
+    return {event.record.name for event in events if event.record.state == MemberState.DEAD}
+
+
 def outputs(fleet: Fleet, name: str, kind: type) -> list[object]:
     return [output for _, output in fleet.nodes[name].outputs if isinstance(output, kind)]
 
@@ -129,10 +135,8 @@ def test_a_killed_process_is_suspect_at_once_and_dead_in_three_seconds(seed: int
     fleet = fleet_of(5, seed)
     fleet.run(fleet.rng.random())
     fleet.kill("n3")
-    assert (
-        fleet.run_until(lambda: all(fleet.state(name, "n3") == MemberState.SUSPECT for name in fleet.nodes), 0.1) < 0.1
-    )
-    assert fleet.run_until(lambda: all(fleet.state(name, "n3") == MemberState.DEAD for name in fleet.nodes), 3) < 3
+    assert fleet.run_until(lambda: fleet.states("n3") == {MemberState.SUSPECT}, 0.1) < 0.1
+    assert fleet.run_until(lambda: fleet.states("n3") == {MemberState.DEAD}, 3) < 3
     assert all(event.record.name == "n3" for name in fleet.nodes for when, event in fleet.events(name) if when > 2)
 
 
@@ -145,9 +149,7 @@ def test_a_machine_that_vanishes_is_dead_within_the_bound(size: int, loss: float
         fleet.loss = loss
         fleet.run(1 + fleet.rng.random())
         fleet.kill("n1", reset=False)
-        times.append(
-            fleet.run_until(lambda f=fleet: all(f.state(name, "n1") == MemberState.DEAD for name in f.nodes), 8)
-        )
+        times.append(fleet.run_until(lambda f=fleet: f.states("n1") == {MemberState.DEAD}, 8))
     assert median(times) < 4.5
 
 
@@ -200,7 +202,7 @@ def test_a_partition_heals_into_one_view_within_two_seconds(reset: bool) -> None
     assert fleet.run_until(lambda: fleet.agree() and fleet.same_entries(), 2) < 2
     assert adapters(fleet, "n4") == {"left", "right"}
     fleet.run(8)
-    assert all(fleet.state(name, "n5") == MemberState.DEAD for name in fleet.nodes)
+    assert fleet.states("n5") == {MemberState.DEAD}
 
 
 def test_halves_of_a_partition_find_each_other_without_any_seed() -> None:
@@ -225,10 +227,7 @@ def test_an_instance_silent_in_one_direction_is_not_dead_while_others_receive_it
     fleet = fleet_of(4)
     fleet.cut = {("n0", "n1")}
     fleet.run(30)
-    deaths = [
-        event for name in fleet.nodes for _, event in fleet.events(name) if event.record.state == MemberState.DEAD
-    ]
-    assert deaths == []
+    assert deaths(fleet) == set()
 
 
 @pytest.mark.parametrize("loss", [0.05, 0.2])
@@ -240,10 +239,7 @@ def test_views_converge_on_a_network_that_loses_frames(loss: float) -> None:
     fleet.nodes["n1"].protocol.register(RegisteredAdapter("sql", "d" * 64, 8, 1), fleet.now)
     fleet.run_until(fleet.same_entries, 12)
     fleet.run(60)
-    deaths = [
-        event for name in fleet.nodes for _, event in fleet.events(name) if event.record.state == MemberState.DEAD
-    ]
-    assert deaths == []
+    assert deaths(fleet) == set()
 
 
 def test_a_loop_that_hangs_for_a_second_is_not_dead_and_suspects_no_instance() -> None:
@@ -257,8 +253,7 @@ def test_a_loop_that_hangs_for_a_second_is_not_dead_and_suspects_no_instance() -
     fleet.run(0.2)
     assert [event for _, event in fleet.events("n2") if event.record.state != MemberState.ALIVE] == []
     fleet.run_until(fleet.agree, 2)
-    deaths = [event.record.name for name in fleet.nodes for _, event in fleet.events(name) if event.record.state == 2]
-    assert set(deaths) == {"n2"}
+    assert deaths(fleet) == {"n2"}
 
 
 # ---- entries and loads
