@@ -13,6 +13,7 @@ import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any
 
 import hypothesis
 import pytest
@@ -71,25 +72,20 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(_bounded(_in_contexts(pyfuncitem.obj, {name: pyfuncitem.funcargs[name] for name in names})))
+    asyncio.run(_bounded(pyfuncitem.obj, {name: pyfuncitem.funcargs[name] for name in names}))
     return True
 
 
-async def _in_contexts(test: Callable[..., Awaitable[None]], arguments: dict[str, object]) -> None:
-    """Runs a test. In place of each argument that is an asynchronous context, it gets what the context yields."""
-    async with AsyncExitStack() as stack:
-        for name, value in arguments.items():
-            if isinstance(value, AbstractAsyncContextManager):
-                arguments[name] = await stack.enter_async_context(value)
-        await test(**arguments)
-
-
-async def _bounded(test: "asyncio.Future[None]") -> None:
-    """Runs the test; an exception in a task that was never awaited fails it too."""
+async def _bounded(test: Callable[..., Awaitable[None]], given: dict[str, Any]) -> None:
+    """Runs the test; an exception in a task that was never awaited fails it too. Of a fixture that is an asynchronous
+    context manager, the test gets what that yields."""
     failures: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
-    async with asyncio.timeout(TIMEOUT_S):
-        await test
+    async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as stack:
+        for name, value in given.items():
+            if isinstance(value, AbstractAsyncContextManager):
+                given[name] = await stack.enter_async_context(value)
+        await test(**given)
     assert not failures
 
 
