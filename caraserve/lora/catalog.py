@@ -115,7 +115,7 @@ class Catalog:
         async with self.changing(name):
             check()
             roots = _ANYWHERE if was_served else self.rules.roots
-            folder = self.folders.at(await self._on_thread(resolve_adapter_path, path, roots))
+            folder = self.folders.at(await self._on_thread(self._resolve, path, roots))
             info = await self._on_thread(self._inspect, name, folder)
             old = self._infos.get(name)
             is_same = old is not None and old.digest == info.digest
@@ -273,7 +273,7 @@ class Catalog:
             try:
                 info = self._known(name, path, was_found=name in found)
                 if info is None:
-                    info = self._inspect(name, AdapterFolder(resolve_adapter_path(os.path.abspath(path), _ANYWHERE)))
+                    info = self._inspect(name, AdapterFolder(self._resolve(os.path.abspath(path), _ANYWHERE)))
                     info = replace(info, created_s=min(info.created_s, changed_s(path))) if name in found else info
             except (CaraServeError, OSError) as error:
                 why = f"it cannot be read: {error.strerror}" if isinstance(error, OSError) else error.message
@@ -371,6 +371,9 @@ class Catalog:
         self.manager.register(info.name, info.digest, folder, info.num_bytes)
         if self.rules.keep_on_device:
             self.manager.acquire(self.manager.pin(info.name))
+
+    def _resolve(self, path: str, roots: Sequence[Path]) -> Path:
+        return resolve_adapter_path(path, roots)
 
     def _inspect(self, name: str, folder: AdapterFolder) -> AdapterInfo:
         """Reads and checks an adapter, and computes its digest. Raises CaraServeError."""
