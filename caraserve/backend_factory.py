@@ -17,7 +17,7 @@ from caraserve.gpu.driver.environment import prepare_environment
 from caraserve.model.dtype import DTYPES, Dtype
 from caraserve.model.folder_reader import FolderReader
 from caraserve.model.formats import TensorReader
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.telemetry.progress import CompileProgress, progress
 from caraserve.telemetry.trace import Trace
 from caraserve.util.memory import free_bytes
@@ -76,7 +76,7 @@ class ServingBackend(Backend, Protocol):
 
 
 def build_backend(
-    spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None = None
+    plan: DecoderPlan, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None = None
 ) -> ServingBackend:
     """Returns a backend on the device of --device, with compiled kernels; its LoRA workers are not started.
 
@@ -85,30 +85,30 @@ def build_backend(
     choice = detect(engine.device)
     if choice.note:
         log.warning("%s", choice.note)
-    check_options(spec, model, engine, lora, choice.device)
+    check_options(plan, model, engine, lora, choice.device)
     if choice.device == "cuda":
         prepare_environment()
-        return build_cuda_backend(spec, model, engine, lora, trace)
-    return _build_cpu_backend(spec, model, engine, lora, trace)
+        return build_cuda_backend(plan, model, engine, lora, trace)
+    return _build_cpu_backend(plan, model, engine, lora, trace)
 
 
-def check_options(spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, device: str) -> None:
+def check_options(plan: DecoderPlan, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, device: str) -> None:
     """Raises ConfigError or ModelLoadError for options that this model on this device cannot be served with, as far as
     that shows before weights are read and kernels compiled."""
-    if model.max_model_len is not None and model.max_model_len > spec.max_position:
+    if model.max_model_len is not None and model.max_model_len > plan.max_position:
         raise ConfigError(
-            f"--max-model-len {model.max_model_len} is more than the model's {spec.max_position} positions"
+            f"--max-model-len {model.max_model_len} is more than the model's {plan.max_position} positions"
         )
-    dtype_of(spec, model.dtype)
+    dtype_of(plan, model.dtype)
     _lora_cpus(lora)
     if device == "cuda":
-        _check_cuda_options(spec, lora)
+        _check_cuda_options(plan, lora)
         return
-    _kv_bytes(spec, _context(spec, model), engine.kv_cache_bytes)
+    _kv_bytes(plan, _context(plan, model), engine.kv_cache_bytes)
 
 
-def _check_cuda_options(spec: ModelSpec, lora: LoraConfig) -> None:
-    if lora.mode.merges and spec.quantization is not None:
+def _check_cuda_options(plan: DecoderPlan, lora: LoraConfig) -> None:
+    if lora.mode.merges and plan.is_quantized:
         raise ConfigError(
             "--loading-mode merged adds adapters to the weights, and quantised ones cannot hold the sum; give another "
             "mode, or a checkpoint that is not quantised"
@@ -116,7 +116,7 @@ def _check_cuda_options(spec: ModelSpec, lora: LoraConfig) -> None:
 
 
 def _build_cpu_backend(
-    spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None
+    plan: DecoderPlan, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None
 ) -> ServingBackend:
     from caraserve.cpu.jit import counting  # kernels are compiled after all checks
 
@@ -125,11 +125,11 @@ def _build_cpu_backend(
         from caraserve.cpu.backend import CpuBackend, CpuSizes
         from caraserve.cpu.weights import compile_formats, load_model, progress_steps
 
-        compile_formats(spec.plan)
-    dtype, context = dtype_of(spec, model.dtype), _context(spec, model)
-    kv_bytes, lora_cpus = _kv_bytes(spec, context, engine.kv_cache_bytes), _lora_cpus(lora)
-    with progress("weights", progress_steps(spec)) as advance, _reader(model, engine.seed, dtype) as read:
-        loaded = load_model(spec, dtype, context, read, advance)
+        compile_formats(plan)
+    dtype, context = dtype_of(plan, model.dtype), _context(plan, model)
+    kv_bytes, lora_cpus = _kv_bytes(plan, context, engine.kv_cache_bytes), _lora_cpus(lora)
+    with progress("weights", progress_steps(plan)) as advance, _reader(model, engine.seed, dtype) as read:
+        loaded = load_model(plan, dtype, context, read, advance)
     seqs = engine.max_num_seqs or _CPU_SEQS
     sizes = CpuSizes(
         threads=engine.cpu_threads or _compute_threads(len(os.sched_getaffinity(0))),
@@ -142,7 +142,7 @@ def _build_cpu_backend(
         lora_cpus=lora_cpus,
         padded=lora.lora_kernel == "bgmv-padded",
     )
-    backend = CpuBackend(spec, loaded, sizes, trace)
+    backend = CpuBackend(plan, loaded, sizes, trace)
     with kernels.shown() as compiled, counting(compiled):
         backend.warm_up(merging=lora.mode.merges)
     return backend
@@ -163,7 +163,7 @@ def _reader(model: ModelConfig, seed: int, dtype: Dtype) -> Iterator[TensorReade
 
 
 def build_cuda_backend(
-    spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None
+    plan: DecoderPlan, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None
 ) -> ServingBackend:
     """Returns a backend on the first visible GPU, with captured graphs; its LoRA workers are not started."""
     from caraserve.gpu.backend import CudaBackend
@@ -173,16 +173,16 @@ def build_cuda_backend(
     from caraserve.gpu.weights import TORCH_DTYPES, dummy, load, progress_steps
 
     assert model.model is not None
-    dtype, context = dtype_of(spec, model.dtype), _context(spec, model)
+    dtype, context = dtype_of(plan, model.dtype), _context(plan, model)
     seqs, lora_cpus = engine.max_num_seqs or _GPU_SEQS, _lora_cpus(lora)
     sys.setswitchinterval(_SWITCH_S)
     device = open_device(dtype)
-    load_weights, transfer = partial(load, spec, TORCH_DTYPES[dtype], context), None
-    with progress("weights", progress_steps(spec)) as advance:
+    load_weights, transfer = partial(load, plan, TORCH_DTYPES[dtype], context), None
+    with progress("weights", progress_steps(plan)) as advance:
         if model.load_format == "dummy":
             weights = load_weights(device.device, dummy(engine.seed, device.device), advance)
         else:
-            weights, transfer = load_checkpoint(model.model, device, load_weights, advance, spec.quantization)
+            weights, transfer = load_checkpoint(model.model, device, load_weights, advance)
     if transfer is not None:
         log.info("%s", transfer)
     sizes = GpuSizes(
@@ -199,7 +199,7 @@ def build_cuda_backend(
         merging=lora.mode.merges,
         lora_cpus=lora_cpus,
     )
-    backend = CudaBackend(spec, weights, sizes, device, trace)
+    backend = CudaBackend(plan, weights, sizes, device, trace)
     try:
         with progress("kernels", backend.warm_up_steps) as advance:
             backend.warm_up(advance)
@@ -209,16 +209,16 @@ def build_cuda_backend(
     return backend
 
 
-def dtype_of(spec: ModelSpec, asked: str) -> Dtype:
+def dtype_of(plan: DecoderPlan, asked: str) -> Dtype:
     """Returns the dtype of --dtype, or the checkpoint's for `auto`. Raises ModelLoadError if it is not supported."""
-    name = spec.dtype if asked == "auto" else asked
+    name = plan.dtype if asked == "auto" else asked
     if name not in DTYPES:
         raise ModelLoadError(f"config.json: dtype {name!r} is not supported; give --dtype {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
-def _context(spec: ModelSpec, model: ModelConfig) -> int:
-    return min(spec.max_position, model.max_model_len or _DEFAULT_CONTEXT_TOKENS)
+def _context(plan: DecoderPlan, model: ModelConfig) -> int:
+    return min(plan.max_position, model.max_model_len or _DEFAULT_CONTEXT_TOKENS)
 
 
 def _compute_threads(cores: int) -> int:
@@ -245,9 +245,9 @@ def _lora_cpus(lora: LoraConfig) -> tuple[int, ...]:
     return lora.lora_cpus
 
 
-def _kv_bytes(spec: ModelSpec, context: int, asked: int | None) -> int:
+def _kv_bytes(plan: DecoderPlan, context: int, asked: int | None) -> int:
     """Returns the size of the KV cache. Raises ConfigError if one request of full length does not fit."""
-    least = spec.kv_bytes_per_token(4) * (context + 16)
+    least = plan.kv_bytes_per_token(4) * (context + 16)
     if asked is not None and asked < least:
         raise ConfigError(
             f"--kv-cache-bytes {asked} is too small: one request of {context} tokens needs {least} bytes "

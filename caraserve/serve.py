@@ -41,7 +41,8 @@ from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.settings import SettingsStore
 from caraserve.lora.uploads import AdapterUploads
 from caraserve.model.digest import model_digest
-from caraserve.model.spec import ModelSpec, load_spec
+from caraserve.model.families import load_plan
+from caraserve.model.plan import DecoderPlan
 from caraserve.profiling.apply import check_profile, loading_rules, prepare_machine
 from caraserve.start_checks import (
     adapter_folders,
@@ -78,7 +79,7 @@ class Served:
 
     engine: Engine
     metrics: Metrics
-    spec: ModelSpec
+    spec: DecoderPlan
     complaints: list[str]  # warnings about adapters, in folders or the registry, that cannot be served
     profile: Profile | None
     device: str
@@ -134,7 +135,7 @@ async def build_engine(
     observers = observers or EngineObservers()
     folder = model_config.model
     assert folder is not None, "with_demo comes first"
-    spec = load_spec(folder)
+    spec = load_plan(folder)
     tokenizer = load_tokenizer(
         *(folder, spec, model_config.chat_template, model_config.tool_call_parser),
         excludes_unused_tools=model_config.exclude_tools_when_tool_choice_none,
@@ -436,11 +437,11 @@ async def _stopped(stop: asyncio.Event, member: "Member | None") -> None:
     waits[0].cancel()
 
 
-def model_identity(model: ModelConfig, engine: EngineConfig, spec: ModelSpec) -> str:
+def model_identity(model: ModelConfig, engine: EngineConfig, plan: DecoderPlan) -> str:
     """Returns a digest of the model's config, weights and dtype; instances with equal digests give equal answers."""
     assert model.model is not None
     weights = f"dummy {engine.seed}" if model.load_format == "dummy" else "checkpoint"
-    return model_digest(model.model, spec.dtype if model.dtype == "auto" else model.dtype, weights)
+    return model_digest(model.model, plan.dtype if model.dtype == "auto" else model.dtype, weights)
 
 
 def _reread_on_hangup(rereads: Sequence[Callable[[], None]]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from caraserve import demo
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 from tests.lora.folders import tensor_name, write_adapter
 from tests.serving import PROFILE
 
@@ -129,11 +129,11 @@ def refusal(*arguments: str) -> str:
 
 def tiny_adapter(folder: Path, seed: int) -> Path:
     """Writes an adapter of a few kilobytes for the demo's model that changes its answers, different for each seed."""
-    inputs, outputs = load_spec(demo.model_folder()).site_shape("q_proj")
+    q = load_plan(demo.model_folder()).layers[0].linears[0]
     rng = np.random.default_rng(seed)
     tensors = {
-        tensor_name(0, "q_proj", "A"): rng.standard_normal((1, inputs), np.float32),
-        tensor_name(0, "q_proj", "B"): rng.standard_normal((outputs, 1), np.float32),
+        tensor_name(0, "q_proj", "A"): rng.standard_normal((1, q.inputs), np.float32),
+        tensor_name(0, "q_proj", "B"): rng.standard_normal((q.outputs, 1), np.float32),
     }
     return write_adapter(folder, {"r": 1, "lora_alpha": 64, "layers_to_transform": [0]}, tensors)
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from caraserve import demo
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 
 ROOT = Path(__file__).parent.parent
 PROMPT = "Tell me about the sea."
@@ -84,8 +84,8 @@ def test_an_installed_package_holds_every_file() -> None:
 
 
 def test_the_server_can_read_the_model() -> None:
-    spec = load_spec(demo.model_folder())
-    assert (spec.family, spec.dtype, spec.tied_embeddings) == ("llama", "bfloat16", True)
+    plan = load_plan(demo.model_folder())
+    assert (plan.family, plan.dtype, plan.head) == ("llama", "bfloat16", None)
 
 
 def test_adapters_differ_in_rank_and_format() -> None:

@@ -26,11 +26,10 @@ FAMILIES_EXEMPT = {
     "tokenizer/tool_format.py": "parsers of tool calls",
     "bench/synthetic.py": "shapes of models to measure",
 }
-# Files that may name the modules of a Llama layer. The GPU backend takes them from the last two instead of the plan.
+# Files that may name the modules of a Llama layer.
 TARGETS_EXEMPT = {
     "model/families": "families",
-    "model/spec.py": "modules of the GPU backend",
-    "core/lora_layout.py": "modules of the GPU backend",
+    "bench/synthetic.py": "modules of models to measure",
 }
 # Files that may name a weight format, and why.
 FORMATS_EXEMPT = {

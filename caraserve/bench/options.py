@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from caraserve.bench.report.summary import LATENCIES
-from caraserve.bench.synthetic import SHAPES
+from caraserve.bench.synthetic import MODULES, SHAPES
 from caraserve.bench.workload.arrivals import FORMS as ARRIVALS
 from caraserve.bench.workload.arrivals import parse_arrivals
 from caraserve.bench.workload.build import Scale, WorkloadSpec, server_share, spec_from_preset
@@ -19,9 +19,8 @@ from caraserve.bench.workload.popularity import parse_popularity
 from caraserve.bench.workload.presets import find_preset
 from caraserve.bench.workload.traces import RateTrace, Trace, parse_trace
 from caraserve.errors import ConfigError
-from caraserve.model.spec import SITES
 
-TARGETS = {"qkv": SITES[:3], "all": SITES}
+TARGETS = {"qkv": MODULES[:3], "all": MODULES}
 _LENGTHS, _RATE, _REQUESTS, _ADAPTERS, _RANKS = "fixed:128/32", 1.0, 100, 8, (8, 16, 32, 64)
 _LEAST_SCALED_REQUESTS = 100  # with fewer there is no 99th percentile
 _MOST_SCALED_ADAPTERS = 512  # more would only be more files

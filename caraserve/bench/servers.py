@@ -19,7 +19,7 @@ from pathlib import Path
 
 from caraserve.bench.records import Workload
 from caraserve.bench.synthetic import SHAPES, write_adapters, write_model
-from caraserve.core.lora_layout import lay_out
+from caraserve.core.lora_layout import lay_out, modules_of
 from caraserve.errors import BackendFailed, ConfigError
 from caraserve.gpu.driver.detect import detect
 from caraserve.gpu.memory.pool import GRANULE_BYTES
@@ -105,16 +105,14 @@ def make_synthetic(
         raise ConfigError(f"no model is called {model!r}; there are {', '.join(SHAPES)}")
     granule_bytes = GRANULE_BYTES if device_of(serve) == "cuda" else 1
     try:
-        spec = write_model(folder / "model", SHAPES[model], dtype, max_position, weights=False)
+        plan = write_model(folder / "model", SHAPES[model], dtype, max_position, weights=False)
         paths = write_adapters(
-            folder / "adapters", spec, count=len(ranks), ranks=ranks or (1,), targets=targets, dtype="float16"
+            folder / "adapters", plan, count=len(ranks), ranks=ranks or (1,), targets=targets, dtype="float16"
         )
     except OSError as error:
         raise ConfigError(f"adapters cannot be written to {folder}: {error.strerror}") from error
-    modules = {rank: [(layer, site) for layer in range(spec.layers) for site in targets] for rank in set(ranks)}
-    bytes_of = {
-        rank: lay_out(spec, Dtype.F16, dict.fromkeys(places, (rank, 1.0)))[1][-1] for rank, places in modules.items()
-    }
+    modules = modules_of(plan, targets)
+    bytes_of = {rank: lay_out(plan, Dtype.F16, dict.fromkeys(modules, (rank, 1.0)))[1][-1] for rank in set(ranks)}
     of_model = (str(folder / "model"), "--load-format", "dummy", "--served-model-name", model, "--dtype", dtype)
     of_adapters = ("--adapters-dir", str(folder / "adapters")) if paths else ()
     return Synthetic(of_model, of_adapters, tuple(paths), tuple(bytes_of[rank] for rank in ranks), granule_bytes)

@@ -13,9 +13,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.model.spec import SITES, ModelSpec, parse_spec
+from caraserve.core.lora_layout import modules_of
+from caraserve.model.families import plan_of
+from caraserve.model.plan import DecoderPlan
 
 WEIGHTS_NAME = "model.safetensors"
+MODULES = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)  # in the order of use
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -49,9 +60,9 @@ SHAPES = {
 }
 
 
-def adapter_bytes(spec: ModelSpec, rank: int, targets: Sequence[str], dtype: str) -> int:
+def adapter_bytes(plan: DecoderPlan, rank: int, targets: Sequence[str], dtype: str) -> int:
     """Returns the bytes of an adapter's matrices A and B over all layers."""
-    return sum(int(np.prod(shape)) for _, shape in _adapter_shapes(spec, rank, targets)) * ITEMSIZE[dtype]
+    return sum(int(np.prod(shape)) for _, shape in _adapter_shapes(plan, rank, targets)) * ITEMSIZE[dtype]
 
 
 def llama_config(shape: Shape, max_position: int) -> dict[str, Any]:
@@ -70,14 +81,14 @@ def llama_config(shape: Shape, max_position: int) -> dict[str, Any]:
     }
 
 
-def shape_spec(shape: Shape, max_position: int) -> ModelSpec:
+def shape_spec(shape: Shape, max_position: int) -> DecoderPlan:
     """Returns the specification of a Llama-shaped model that is not on disk."""
-    return parse_spec(llama_config(shape, max_position))
+    return plan_of(llama_config(shape, max_position))
 
 
 def write_model(
     folder: Path, shape: Shape, dtype: str, max_position: int, *, seed: int = 0, weights: bool = True
-) -> ModelSpec:
+) -> DecoderPlan:
     """Writes config, random weights and a tokenizer to `folder`, as a Hugging Face checkpoint.
 
     Without `weights` it can only be served with `--load-format dummy`.
@@ -92,24 +103,24 @@ def write_model(
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     _write_tokenizer(folder, shape.vocab)
-    spec = parse_spec(config)
+    plan = plan_of(config)
     if weights:
         values = partial(_values, rng=np.random.default_rng(seed), dtype=dtype)
-        _write_safetensors(folder / WEIGHTS_NAME, dict(_model_shapes(spec)), dtype, values)
-    return spec
+        _write_safetensors(folder / WEIGHTS_NAME, dict(_model_shapes(plan)), dtype, values)
+    return plan
 
 
-def write_repeating_weights(folder: Path, spec: ModelSpec, dtype: str) -> None:
+def write_repeating_weights(folder: Path, plan: DecoderPlan, dtype: str) -> None:
     """Writes weights made of a few random numbers over and over: several times as fast, for measuring loads."""
     some = _values("", (1024, 1024), np.random.default_rng(0), dtype)
     folder.mkdir(parents=True)
     _write_safetensors(
-        folder / WEIGHTS_NAME, dict(_model_shapes(spec)), dtype, lambda name, shape: np.resize(some, shape)
+        folder / WEIGHTS_NAME, dict(_model_shapes(plan)), dtype, lambda name, shape: np.resize(some, shape)
     )
 
 
 def write_adapters(
-    folder: Path, spec: ModelSpec, *, count: int, ranks: Sequence[int], targets: Sequence[str], dtype: str
+    folder: Path, plan: DecoderPlan, *, count: int, ranks: Sequence[int], targets: Sequence[str], dtype: str
 ) -> dict[str, Path]:
     """Writes `count` random peft adapters; adapter i has rank ranks[i % len(ranks)]. Returns their folders by name."""
     paths = {f"adapter-{index:02}": folder / f"adapter-{index:02}" for index in range(count)}
@@ -127,7 +138,7 @@ def write_adapters(
             "bias": "none",
         }
         (path / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-        shapes = dict(_adapter_shapes(spec, rank, targets))
+        shapes = dict(_adapter_shapes(plan, rank, targets))
         values = partial(_values, rng=np.random.default_rng(1000 + index), dtype=dtype)
         _write_safetensors(path / "adapter_model.safetensors", shapes, dtype, values)
 
@@ -136,27 +147,22 @@ def write_adapters(
     return paths
 
 
-def _module(layer: int, site: str) -> str:
-    return f"model.layers.{layer}.{'self_attn' if site in SITES[:4] else 'mlp'}.{site}"
-
-
-def _model_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "model.embed_tokens.weight", (spec.vocab_size, spec.hidden)
-    yield "lm_head.weight", (spec.vocab_size, spec.hidden)
-    yield "model.norm.weight", (spec.hidden,)
-    for layer in range(spec.layers):
+def _model_shapes(plan: DecoderPlan) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "model.embed_tokens.weight", (plan.vocab_size, plan.hidden)
+    yield "lm_head.weight", (plan.vocab_size, plan.hidden)
+    yield "model.norm.weight", (plan.hidden,)
+    for index, layer in enumerate(plan.layers):
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"model.layers.{layer}.{norm}.weight", (spec.hidden,)
-        for site in SITES:
-            yield f"{_module(layer, site)}.weight", spec.site_shape(site)[::-1]
+            yield f"model.layers.{index}.{norm}.weight", (plan.hidden,)
+        for linear in layer.linears:
+            yield f"{linear.module}.weight", (linear.outputs, linear.inputs)
 
 
-def _adapter_shapes(spec: ModelSpec, rank: int, targets: Sequence[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for layer in range(spec.layers):
-        for site in targets:
-            inputs, outputs = spec.site_shape(site)
-            yield f"base_model.model.{_module(layer, site)}.lora_A.weight", (rank, inputs)
-            yield f"base_model.model.{_module(layer, site)}.lora_B.weight", (outputs, rank)
+def _adapter_shapes(plan: DecoderPlan, rank: int, targets: Sequence[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for layer, index in modules_of(plan, targets):
+        linear = plan.layers[layer].linears[index]
+        yield f"base_model.model.{linear.module}.lora_A.weight", (rank, linear.inputs)
+        yield f"base_model.model.{linear.module}.lora_B.weight", (linear.outputs, rank)
 
 
 def _write_safetensors(

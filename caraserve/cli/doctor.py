@@ -18,7 +18,6 @@ from rich.text import Text
 
 from caraserve.backend_factory import check_options, dtype_of
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
-from caraserve.core.quantized_groups import device_bytes
 from caraserve.cpu.kernel_cache import has_kernels
 from caraserve.errors import CaraServeError, ConfigError, ModelLoadError
 from caraserve.gpu.driver.detect import Gpu, Installed, choose, installed, look
@@ -27,8 +26,9 @@ from caraserve.http.server import bind
 from caraserve.lora.catalog import above_max_rank
 from caraserve.lora.peft import check_layout
 from caraserve.lora.registry import Registry
+from caraserve.model.families import load_plan
+from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFileError, weight_files
-from caraserve.model.spec import ModelSpec, load_spec
 from caraserve.profiling.apply import check_profile
 from caraserve.serve import base_names, with_demo
 from caraserve.serve_cluster import check_cluster
@@ -278,20 +278,20 @@ def _device(machine: MachineFacts, wanted: str) -> str:
         return ""
 
 
-def _spec(config: ModelConfig) -> ModelSpec | None:
+def _spec(config: ModelConfig) -> DecoderPlan | None:
     """Returns the model's shapes; None if they cannot be read, which another line says."""
     assert config.model is not None, "with_demo comes first"
     try:
-        return load_spec(config.model)
+        return load_plan(config.model)
     except (CaraServeError, OSError):
         return None
 
 
-def _options(spec: ModelSpec | None, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, device: str) -> str:
+def _options(plan: DecoderPlan | None, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, device: str) -> str:
     """Checks options against the model and the device. Raises ConfigError or ModelLoadError."""
-    if spec is None or not device:
+    if plan is None or not device:
         return "not checked without a model and a device"
-    check_options(spec, model, engine, lora, device)
+    check_options(plan, model, engine, lora, device)
     return f"the model on {device} takes them"
 
 
@@ -323,29 +323,27 @@ def _model(config: ModelConfig, room_bytes: int | None) -> str:
     a GPU. Raises ModelLoadError."""
     folder = config.model
     assert folder is not None, "with_demo comes first"
-    spec = load_spec(folder)
+    spec = load_plan(folder)
     load_tokenizer(folder, spec, config.chat_template, config.tool_call_parser)
     if config.load_format != "dummy":
         try:
             weight_files(folder)
         except TensorFileError as error:
             raise ModelLoadError(str(error)) from error
-    itemsize, note = dtype_of(spec, config.dtype).itemsize, ""
-    num_bytes = spec.num_parameters * itemsize
-    if spec.quantization is not None:
+    num_bytes, note = spec.weight_bytes(dtype_of(spec, config.dtype).itemsize), ""
+    if spec.is_quantized:
         note = ", quantised"
-        num_bytes = device_bytes(spec, itemsize) if room_bytes is None else spec.plan.weight_bytes(itemsize)
     if room_bytes is not None and num_bytes > room_bytes:
         raise ModelLoadError(f"{folder}: weights of {human_bytes(num_bytes)}, and {human_bytes(room_bytes)} are free")
     return f"{folder}: {spec.family}, weights of {human_bytes(num_bytes)}{note}"
 
 
-def _adapters(spec: ModelSpec | None, model: ModelConfig, lora: LoraConfig) -> str:
+def _adapters(plan: DecoderPlan | None, model: ModelConfig, lora: LoraConfig) -> str:
     """Checks the names of adapters, and files of --lora-modules but their weights. Raises ConfigError or OSError."""
     check_paths(model, lora)
     check_names(model, lora, base_names(model))
-    for module in lora.lora_modules if spec is not None else ():
-        if why := _why_refused(module.path, spec, lora):
+    for module in lora.lora_modules if plan is not None else ():
+        if why := _why_refused(module.path, plan, lora):
             raise ConfigError(f"adapter {module.name!r} at {module.path}: {why}")
     return f"{len(lora.lora_modules) + len(_found(lora))} named or found; their weights are checked at the start"
 
@@ -357,26 +355,26 @@ def _found(lora: LoraConfig) -> list[Path]:
     return [path for path in folders if path.name not in named]
 
 
-def _left_out(spec: ModelSpec | None, lora: LoraConfig) -> Iterator[Finding]:
+def _left_out(plan: DecoderPlan | None, lora: LoraConfig) -> Iterator[Finding]:
     """Yields a warning if the start would leave out folders of --adapters-dir."""
     try:
         folders = _found(lora)
     except ConfigError:  # the line before says it
         return
-    refused = [(path, why) for path in folders if (why := why_not_adapter(path) or _why_refused(path, spec, lora))]
+    refused = [(path, why) for path in folders if (why := why_not_adapter(path) or _why_refused(path, plan, lora))]
     if refused:
         path, why = refused[0]
         found = f"{len(refused)} of {len(folders)} folders in --adapters-dir would be left out: {path.name!r}: {why}"
         yield Finding("left out", "warning", found, "the log of the start names all" if len(refused) > 1 else "")
 
 
-def _why_refused(path: Path, spec: ModelSpec | None, lora: LoraConfig) -> str:
+def _why_refused(path: Path, plan: DecoderPlan | None, lora: LoraConfig) -> str:
     """Returns why an adapter cannot be served, as far as its configuration and its tensors' shapes show it; ""
     otherwise."""
-    if spec is None:
+    if plan is None:
         return ""
     try:
-        rank = check_layout(path, spec).rank
+        rank = check_layout(path, plan).rank
     except CaraServeError as error:
         return error.message
     except OSError as error:

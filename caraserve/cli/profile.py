@@ -14,7 +14,7 @@ from caraserve.bench.report.tables import NONE, TextTable, to_rich
 from caraserve.config import EngineConfig, LoraConfig, ModelConfig
 from caraserve.core.machine_profile import Profile, default_path
 from caraserve.errors import ConfigError
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 from caraserve.profiling.apply import make_profile
 from caraserve.serve import with_demo
 from caraserve.telemetry.progress import terminal_bar
@@ -38,7 +38,7 @@ def profile(
         raise ConfigError("--plot needs matplotlib: install the package's `plot` extra")
     model_config, lora_config = with_demo(model_config, lora_config)
     assert model_config.model is not None
-    spec = load_spec(model_config.model)
+    spec = load_plan(model_config.model)
     backend = build_backend(spec, model_config, engine_config, lora_config)
     dtype = spec.dtype if model_config.dtype == "auto" else model_config.dtype
     try:

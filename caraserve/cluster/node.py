@@ -41,7 +41,7 @@ from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.registry import Setting
 from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.uploads import AdapterUploads
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.telemetry.metrics import Metrics
 from caraserve.util.tasks import in_turns
 
@@ -65,7 +65,7 @@ class LocalParts:
     reader: AdapterReader
     settings: ReplicatedSettings
     uploads: AdapterUploads
-    spec: ModelSpec
+    spec: DecoderPlan
     model_digest: str
     profile: Profile | None
     metrics: Metrics

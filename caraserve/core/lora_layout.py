@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.spec import ModelSpec, as_plan
 from caraserve.util.units import align_up, ceil_div
 
 RANK_STEP = 8
@@ -34,15 +33,6 @@ Array = NDArray[np.generic]
 Bytes = NDArray[np.uint8]
 Module = tuple[int, int]  # layer, index of the linear in it
 RankAndScale = tuple[int, float]
-
-# For code that does not take groups from the plan yet, as `ModelSpec` and names of modules in `lay_out`.
-GROUPS: tuple[tuple[str, ...], ...] = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("o_proj",),
-    ("gate_proj", "up_proj"),
-    ("down_proj",),
-)
-QKV, OUT, GATE_UP, DOWN = range(4)  # indices of GROUPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,36 +100,24 @@ def modules_of(plan: DecoderPlan, targets: Collection[str], layers: int | None =
 
 
 def lay_out(
-    model: ModelSpec | DecoderPlan,
-    dtype: Dtype,
-    modules: Mapping[Module, RankAndScale] | Mapping[tuple[int, str], RankAndScale],
+    plan: DecoderPlan, dtype: Dtype, modules: Mapping[Module, RankAndScale]
 ) -> tuple[tuple[SiteSpan, ...], tuple[int, ...]]:
     """Places modules {(layer, linear): (rank, scale)}. Returns the spans, and the end of each layer's bytes."""
-    plan = as_plan(model)
     spans: list[SiteSpan] = []
     ends, offset = [0] * len(plan.layers), 0
-    wanted = {_module(plan, *place): sizes for place, sizes in modules.items()}
-    for layer in sorted({layer for layer, _ in wanted}):
+    for layer in sorted({layer for layer, _ in modules}):
         for group in plan.layers[layer].groups:
-            sites = [site for site in group.sites if (layer, site.linear) in wanted]
+            sites = [site for site in group.sites if (layer, site.linear) in modules]
             a_offsets: dict[int, int] = {}
             for linear in dict.fromkeys(site.linear for site in sites):
                 a_offsets[linear] = offset
-                offset += _matrix_bytes(wanted[layer, linear][0], align_up(group.inputs, A_COLUMNS), dtype)
+                offset += _matrix_bytes(modules[layer, linear][0], align_up(group.inputs, A_COLUMNS), dtype)
             for site in sites:
-                rank, scale = wanted[layer, site.linear]
+                rank, scale = modules[layer, site.linear]
                 spans.append(SiteSpan(layer, site.index, site.linear, rank, scale, a_offsets[site.linear], offset))
                 offset += _matrix_bytes(rank, align_up(site.outputs, PANEL), dtype)
         ends[layer:] = [offset] * (len(ends) - layer)
     return tuple(spans), tuple(ends)
-
-
-def _module(plan: DecoderPlan, layer: int, linear: int | str) -> Module:
-    if isinstance(linear, int):
-        return layer, linear
-    index = plan.layers[layer].linear_index(linear)
-    assert index is not None, f"layer {layer} has no module {linear}"
-    return layer, index
 
 
 def _matrix_bytes(rank: int, columns: int, dtype: Dtype) -> int:

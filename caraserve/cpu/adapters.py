@@ -10,7 +10,7 @@ from caraserve.core.lora_layout import MAX_RANK, PANEL, AdapterSpec, HostAdapter
 from caraserve.cpu.jit import entry
 from caraserve.cpu.simd import store_release
 from caraserve.cpu.structs import LORA_ENTRY, LOST
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import align_up
 
 _ZEROS_BYTES = 64 << 20  # more than a core's caches
@@ -69,10 +69,10 @@ class CpuImage:
 class DeviceAdapters:
     """The adapter table: binds images to slots. Slot 0 is the base model and stays empty. For the lane thread only."""
 
-    def __init__(self, spec: ModelSpec, num_slots: int, *, padded: bool = False) -> None:
+    def __init__(self, spec: DecoderPlan, num_slots: int, *, padded: bool = False) -> None:
         """`padded`: whether kernels compute all adapters of an iteration at the largest rank of its decoding rows, or
         of its prompts."""
-        plan = spec.plan
+        plan = spec
         self._layers = len(plan.layers)
         self._widest = align_up(max(plan.widest_input, plan.widest_output), PANEL)
         self._zeros = aligned_bytes(max(_ZEROS_BYTES, 8 * MAX_RANK * self._widest) if padded else 0)

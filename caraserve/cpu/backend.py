@@ -31,7 +31,7 @@ from caraserve.cpu.structs import BLOCK_TOKENS, CACHE, filled
 from caraserve.cpu.thread_team import ThreadTeam, yield_to_event_loop
 from caraserve.cpu.tracing import trace_batch
 from caraserve.cpu.weights import LoadedModel
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.telemetry.trace import Trace
 from caraserve.util.units import align_up, ceil_div
 
@@ -62,8 +62,8 @@ class CpuBackend:
     device_name, accelerator = "the CPU", ""
     delta_itemsize = 0  # there is no link
 
-    def __init__(self, spec: ModelSpec, loaded: LoadedModel, sizes: CpuSizes, trace: Trace | None = None) -> None:
-        block_bytes = spec.kv_bytes_per_token(4) * BLOCK_TOKENS
+    def __init__(self, plan: DecoderPlan, loaded: LoadedModel, sizes: CpuSizes, trace: Trace | None = None) -> None:
+        block_bytes = plan.kv_bytes_per_token(4) * BLOCK_TOKENS
         self.limits = Limits(
             num_blocks=sizes.kv_cache_bytes // block_bytes,
             block_tokens=BLOCK_TOKENS,
@@ -72,12 +72,12 @@ class CpuBackend:
             max_step_tokens=sizes.max_step_tokens,
             max_context=sizes.max_context,
             streamed_batches=_STREAMED_PREFILLS,
-            embedding_size=spec.hidden,
+            embedding_size=plan.hidden,
         )
-        self._spec, self._loaded, self._trace = spec, loaded, trace
+        self._spec, self._loaded, self._trace = plan, loaded, trace
         self.shares_cores = sizes.threads + len(sizes.lora_cpus) > len(os.sched_getaffinity(0))
         self._merged: CpuMergedWeights | None = None  # made at its first use: it takes as much memory as the base model
-        self._adapters = DeviceAdapters(spec, sizes.adapter_slots, padded=sizes.padded)
+        self._adapters = DeviceAdapters(plan, sizes.adapter_slots, padded=sizes.padded)
         self.pads_to_largest_rank = sizes.padded
         self._sampling = np.zeros(sizes.num_slots, SLOT_SAMPLING)
         self._blocks = np.zeros((sizes.num_slots, ceil_div(sizes.max_context, BLOCK_TOKENS)), np.int64)
@@ -88,14 +88,14 @@ class CpuBackend:
         self._cache = self._make_cache()
         tokens = max(sizes.max_step_tokens, sizes.num_slots)
         outputs = tokens + sizes.num_slots  # every token scored, every row sampled
-        self._buffers = Buffers(spec.plan, tokens, outputs, sizes.threads, sizes.host_bytes, sizes.lora_cpus)
+        self._buffers = Buffers(plan, tokens, outputs, sizes.threads, sizes.host_bytes, sizes.lora_cpus)
         self.host_memory = self._buffers.host_memory
         self._lora = self._buffers.lora_record(self._adapters.addresses())
         self.workers = WorkerPool(
             self._buffers.region, self._buffers.blocks, sizes.lora_cpus, self._buffers.block_bytes
         )
-        groups, is_traced = spec.plan.most_groups, trace is not None
-        self._shape = BatchShape(spec.layers, groups, len(self.workers), traced=is_traced)
+        groups, is_traced = plan.most_groups, trace is not None
+        self._shape = BatchShape(len(plan.layers), groups, len(self.workers), traced=is_traced)
         vocab = int(loaded.model["vocab"][0])
         self._logits = np.zeros((outputs, int(loaded.model["vocab_pad"][0])), np.float32)
         self._masks = np.zeros((sizes.num_slots, mask_words(vocab)), np.uint32)
@@ -106,7 +106,7 @@ class CpuBackend:
         self._lane_calls: SimpleQueue[_LaneCall | None] = SimpleQueue()
         self._link = EmulatedLink()
         records = [self._buffers.record_for_streaming() for _ in range(_STREAMED_PREFILLS)]
-        self._streamed = StreamedPrefills(spec.layers, records, self._compute, self._result)
+        self._streamed = StreamedPrefills(len(plan.layers), records, self._compute, self._result)
         self._loader = AdapterLoader(self._link, self._lane_calls.put, self._streamed.advance, trace)
         self._lane = threading.Thread(target=self._run_lane, name="caraserve-lane", daemon=True)
         self._lane.start()
@@ -274,12 +274,12 @@ class CpuBackend:
             self.workers.watch(False)
         cpu_batch.lora_ns[:] += worker_ns
         if self._trace is not None:
-            trace_batch(self._trace, self._spec.plan, batch, cpu_batch, started_ns, time.monotonic_ns())
+            trace_batch(self._trace, self._spec, batch, cpu_batch, started_ns, time.monotonic_ns())
 
     def _write_masks(self, batch: Batch, cpu_batch: CpuBatch) -> None:
         """Begins to write the tokens that grammars allow next; `step` waits for them before it samples. The iterations
         before have run, so all tokens are known."""
-        if cpu_batch.computed_layers.stop == self._spec.layers and (rows := masked_rows(batch.rows)):
+        if cpu_batch.computed_layers.stop == len(self._spec.layers) and (rows := masked_rows(batch.rows)):
             masks = [self._masks[row.slot] for row in rows]
             self._mask_thread.write(rows, masks, cpu_batch.grammar_failures, int(cpu_batch.masks_written.ctypes.data))
 

@@ -3,7 +3,6 @@
 Modules are cut into their parts here, so that kernels see sites: outputs of one role, from a panel's start.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,8 +20,7 @@ from caraserve.model.dtype import Code, Dtype, decoded, to_float32
 from caraserve.model.formats import Matrix, TensorReader, WeightFormat
 from caraserve.model.formats.plain import PLAIN
 from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, LinearPlan, Mlp, Norm, Rope
-from caraserve.model.rope import rope_tables
-from caraserve.model.spec import ModelSpec
+from caraserve.model.rope import alibi_slopes, growth_of_q, rope_tables
 from caraserve.util.units import align_up, ceil_div
 
 Floats = NDArray[np.float32]
@@ -41,19 +39,19 @@ class LoadedModel:
 
 
 def load_model(
-    spec: ModelSpec, dtype: Dtype, max_context: int, read: TensorReader, progress: Callable[[], None]
+    spec: DecoderPlan, dtype: Dtype, max_context: int, read: TensorReader, progress: Callable[[], None]
 ) -> LoadedModel:
     """Reads and packs each tensor once. Calls `progress` after each layer and after the embeddings.
 
     Raises ModelLoadError, also for layers that this backend cannot compute."""
-    plan = spec.plan
+    plan = spec
     _check(plan)
     return _Loader(plan, dtype, max_context, read).load(progress)
 
 
-def progress_steps(spec: ModelSpec) -> int:
+def progress_steps(plan: DecoderPlan) -> int:
     """Returns how often `load_model` calls `progress`."""
-    return len(spec.plan.layers) + 1
+    return len(plan.layers) + 1
 
 
 def compile_formats(plan: DecoderPlan) -> None:
@@ -305,22 +303,10 @@ class _Loader:
     def _rope(self, rope: Rope) -> dict[str, int]:
         """Returns the fields of an ATTENTION_BODY record about a rotation."""
         cos, sin = rope_tables(rope, self._max_context)
-        growth = 0
-        if rope.q_growth is not None:
-            beta, length = rope.q_growth
-            factors = 1 + beta * np.log1p(np.arange(self._max_context) // length)
-            growth = self._memory.vectors(factors)
+        factors = growth_of_q(rope, self._max_context)
+        growth = 0 if factors is None else self._memory.vectors(factors)
         tables = {"cos": self._memory.vectors(cos), "sin": self._memory.vectors(sin)}
         return {"rotated": cos.shape[1], "growth": growth, **tables}
-
-
-def alibi_slopes(heads: int) -> Floats:
-    """Returns each head's slope: powers of 2^(-8/n) for n = the largest power of two up to `heads`, then the odd powers
-    of its root."""
-    whole = 2 ** int(math.log2(heads))
-    exponents = [8 / whole * (head + 1) for head in range(whole)]
-    exponents += [4 / whole * (2 * head + 1) for head in range(heads - whole)]
-    return (2.0 ** -np.array(exponents)).astype(np.float32)
 
 
 def _module(tensor: str) -> str:

@@ -25,7 +25,7 @@ from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.forward.warm_up import LateKernels
 from caraserve.gpu.weights import Weights
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.telemetry.trace import Trace
 
 log = logging.getLogger(__name__)
@@ -43,18 +43,18 @@ class CudaBackend:
     shares_cores = False  # CPU LoRA workers have cores that iterations do not need
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, sizes: GpuSizes, device: GpuDevice, trace: Trace | None = None
+        self, plan: DecoderPlan, weights: Weights, sizes: GpuSizes, device: GpuDevice, trace: Trace | None = None
     ) -> None:
         self.device_name = self.accelerator = device.name
         self.pads_to_largest_rank = sizes.padded_rank is not None
-        self._spec = spec
+        self._plan = plan
         self._late_kernels = LateKernels()
         self.delta_itemsize = weights.dtype.itemsize
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         built: SimpleQueue[BackendParts | Exception] = SimpleQueue()
 
         def build() -> BackendParts:
-            return BackendParts(spec, weights, sizes, device, lambda: self._jobs.put(_nothing), trace)
+            return BackendParts(plan, weights, sizes, device, lambda: self._jobs.put(_nothing), trace)
 
         self._thread = threading.Thread(
             target=self._run, args=(device, build, built), name="caraserve-launch", daemon=True
@@ -92,7 +92,7 @@ class CudaBackend:
     def use(self, profile: Profile, *, slice_tokens: int | None = None) -> None:
         """Uses the measured times of this machine to predict hand-offs and prefills. Slices of hand-offs follow them,
         or have up to `slice_tokens`."""
-        predictions = measured_predictions(profile, self._spec, self.delta_itemsize, slice_tokens)
+        predictions = measured_predictions(profile, self._plan, self.delta_itemsize, slice_tokens)
         self._parts.assisted.set_predictions(predictions)
         self._parts.context.queue.bytes_per_s = profile.link_bytes_per_s
 

@@ -37,7 +37,7 @@ from caraserve.gpu.memory.copier import AdapterCopier, DeviceContext
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, SYNC_SLOTS, HostRegion
 from caraserve.gpu.memory.link_queue import LinkQueue
 from caraserve.gpu.memory.masks import LaneMasks, mask_bytes
-from caraserve.gpu.memory.pass_shape import Capacity, PassShape
+from caraserve.gpu.memory.pass_shape import Capacity, PassShape, all_groups
 from caraserve.gpu.memory.pool import GRANULE_BYTES, DevicePool
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS, RequestSlots, block_bytes, make_state
 from caraserve.gpu.memory.results import ResultBlocks, Waiter, result_bytes
@@ -47,7 +47,7 @@ from caraserve.gpu.memory.workspace import Workspace, make_workspace
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.gpu.weights import DTYPES_OF_TORCH, Weights
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.telemetry.trace import Trace
 from caraserve.util.units import align_up, ceil_div, human_bytes
 
@@ -86,7 +86,7 @@ class BackendParts:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        plan: DecoderPlan,
         weights: Weights,
         sizes: GpuSizes,
         device: GpuDevice,
@@ -95,7 +95,7 @@ class BackendParts:
     ) -> None:
         """Allocates the memory and builds the parts. `wake` makes the launching thread poll. Raises ConfigError if the
         device is too small or host memory cannot be pinned."""
-        self.spec, self.device = spec, device
+        self.plan, self.device = plan, device
         try:
             self._build(weights, sizes, wake, trace)
         except torch.OutOfMemoryError as error:
@@ -105,25 +105,25 @@ class BackendParts:
             ) from error
 
     def _build(self, weights: Weights, sizes: GpuSizes, wake: Callable[[], None], trace: Trace | None) -> None:
-        spec, device, driver = self.spec, self.device, self.device.driver
-        capacities = _capacities(spec, weights, sizes)
-        tables = AdapterTables(spec, sizes.adapter_slots, device.device)
-        self.merged = MergedDeviceWeights(spec, weights, MAX_RANK) if sizes.merging else None
-        memories = [_lane_memory(spec, weights, sizes, capacity, device) for capacity in capacities]
+        plan, device, driver = self.plan, self.device, self.device.driver
+        capacities = _capacities(plan, weights, sizes)
+        tables = AdapterTables(plan, sizes.adapter_slots, device.device)
+        self.merged = MergedDeviceWeights(plan, weights, MAX_RANK) if sizes.merging else None
+        memories = [_lane_memory(plan, weights, sizes, capacity, device) for capacity in capacities]
         dtype = DTYPES_OF_TORCH[weights.dtype]
-        region, host = _host_memory(spec, dtype, sizes, capacities, driver)
+        region, host = _host_memory(plan, dtype, sizes, capacities, driver)
         self.context = context = _channels(device, region, host)
         _first_products(context, weights)
         memory = torch.empty(_pool_bytes(driver, sizes), dtype=torch.uint8, device=device.device)
-        state = make_state(spec, weights.dtype, memory, sizes.num_slots, sizes.max_context)
-        self.limits = _limits(spec, weights.dtype, sizes, memory.numel())
+        state = make_state(plan, weights.dtype, memory, sizes.num_slots, sizes.max_context)
+        self.limits = _limits(plan, weights.dtype, sizes, memory.numel())
         self.copies = copies = Waiter(driver, "caraserve-copies")
         self.images = DeviceImages(
             context,
             _pool(self.limits),
             memory,
             tables,
-            spec,
+            plan,
             host,
             padded_rank=sizes.padded_rank,
             with_ready_words=bool(sizes.lora_cpus),
@@ -143,31 +143,32 @@ class BackendParts:
                     capacity,
                     batch,
                     BatchWriter(capacity),
-                    Decoder(spec, weights, state, batch, tables, workspace, device, ATTENTION),
+                    Decoder(plan, weights, state, batch, tables, workspace, device, ATTENTION),
                     ResultBlocks(results, capacity.outputs),
                     waiter,
                     LaneMasks(driver, waiter, masks, at, batch.masked.masks),
                 )
             )
         self.slots = RequestSlots(state, context.ring)
-        chunk_bytes = _chunk_graph_bytes(spec, sizes)
+        chunk_bytes = _chunk_graph_bytes(plan, sizes)
         graphs = GraphSet(
             sizes.num_slots,
             sizes.max_step_tokens,
             sizes.graph_bytes - chunk_bytes,
-            spec.layers * _NODES_PER_LAYER * NODE_BYTES,
+            len(plan.layers) * _NODES_PER_LAYER * NODE_BYTES,
             merging=sizes.merging,
         )
         iterations, assist = self.lanes
-        self.captured_graphs = CapturedGraphs(driver, graphs, iterations.capacity, sizes.max_context, spec.layers)
+        self.captured_graphs = CapturedGraphs(driver, graphs, iterations.capacity, sizes.max_context, plan)
         self.iterations = IterationRunner(
-            context, iterations, self.images, self.slots, self.captured_graphs, self.merged, spec, trace
+            context, iterations, self.images, self.slots, self.captured_graphs, self.merged, plan, trace
         )
         self.workers = WorkerPool(region.region, region.blocks, sizes.lora_cpus, region.block_bytes)
         self.watchdog = WatchdogThread(Watchdog(RegionWords(region.region)), self.workers)
         self.region = region
         resources = AssistResources(region, host, self.workers, self.watchdog.watchdog, dtype)
-        self.assisted = AssistedPrefills(context, assist, self.images, self.slots, resources, spec, wake, chunk_bytes)
+        of_assist = assist, self.images, self.slots, resources, plan
+        self.assisted = AssistedPrefills(context, *of_assist, wake, chunk_bytes)
         device.synchronize()  # memory was filled on torch's stream, for which not every lane waits
 
     @property
@@ -188,7 +189,7 @@ class BackendParts:
     @property
     def warm_up_steps(self) -> int:
         """Number of times `warm_up` calls `advance`."""
-        shapes = warm_up_shapes(self.lanes[0].capacity, self.limits.max_context)
+        shapes = warm_up_shapes(self.lanes[0].capacity, self.limits.max_context, all_groups(self.plan))
         assisted = 1 + self.assisted.graphs.count if self.limits.assisted_batches else 0
         return len(shapes) + 1 + assisted + self.captured_graphs.count
 
@@ -198,8 +199,8 @@ class BackendParts:
         stream = timelines.streams[Lane.COMPUTE]
         self.context.ring.send(lane.batch.words.data_ptr(), lane.host.empty())
         self.context.ring.flush()
-        for shape in warm_up_shapes(lane.capacity, self.limits.max_context):
-            issue_pass(lane.decoder.make_pass(shape), stream, self.spec.layers)
+        for shape in warm_up_shapes(lane.capacity, self.limits.max_context, all_groups(self.plan)):
+            issue_pass(lane.decoder.make_pass(shape), stream, len(self.plan.layers))
             timelines.settle(Lane.COMPUTE)
             advance()
         for rows in product_rows(lane.capacity.tokens):
@@ -240,10 +241,11 @@ class BackendParts:
         region.close()
 
 
-def _capacities(spec: ModelSpec, weights: Weights, sizes: GpuSizes) -> tuple[Capacity, Capacity]:
+def _capacities(plan: DecoderPlan, weights: Weights, sizes: GpuSizes) -> tuple[Capacity, Capacity]:
     """Returns the capacities of iterations and of assisted prefills. Results begin at multiples of 64 bytes in both:
     Triton compiles other variants of the kernels for other alignments."""
-    tile_tokens = ATTENTION.prefill.tile_tokens(weights.dtype, spec.head_dim)
+    widths = {attention.head_dim for attention in plan.attentions}
+    tile_tokens = min(ATTENTION.prefill.tile_tokens(weights.dtype, width) for width in widths)
     outputs = align_up(sizes.max_step_tokens + sizes.num_slots, 16)  # every token scored, every row sampled
     iterations = Capacity(sizes.max_step_tokens, sizes.num_slots, outputs, tile_tokens, sizes.adapter_slots - 1)
     chunk = align_up(ASSISTED_CHUNK_TOKENS + 1, 16)
@@ -251,25 +253,25 @@ def _capacities(spec: ModelSpec, weights: Weights, sizes: GpuSizes) -> tuple[Cap
 
 
 def _lane_memory(
-    spec: ModelSpec, weights: Weights, sizes: GpuSizes, capacity: Capacity, device: GpuDevice
+    plan: DecoderPlan, weights: Weights, sizes: GpuSizes, capacity: Capacity, device: GpuDevice
 ) -> tuple[DeviceBatch, Workspace]:
     max_rank = sizes.padded_rank or MAX_RANK
-    sizes_of_rows = spec, weights.dtype, capacity, max_rank, sizes.max_context, device.device
+    sizes_of_rows = plan, weights.dtype, capacity, max_rank, sizes.max_context, device.device
     workspace = make_workspace(*sizes_of_rows, ATTENTION.decode, rounds_inputs=weights.rounds_inputs)
-    return make_batch(spec, capacity, max_rank, device.device), workspace
+    return make_batch(plan, capacity, max_rank, device.device), workspace
 
 
 def _host_memory(
-    spec: ModelSpec, dtype: Dtype, sizes: GpuSizes, capacities: Sequence[Capacity], driver: Driver
+    plan: DecoderPlan, dtype: Dtype, sizes: GpuSizes, capacities: Sequence[Capacity], driver: Driver
 ) -> tuple[HostRegion, RegisteredMemory]:
     most_outputs = max(capacity.outputs for capacity in capacities)
-    embeddings_bytes = sizes.num_slots * spec.hidden * dtype.itemsize
+    embeddings_bytes = sizes.num_slots * plan.hidden * dtype.itemsize
     # The last 4 bytes are an assisted chunk's error word.
     block_bytes = result_bytes(most_outputs) + align_up(embeddings_bytes, 4) + 64
     blocks = _ITERATIONS_AHEAD + SYNC_SLOTS
-    masks = [mask_bytes(capacity.rows, mask_words(spec.vocab_size)) for capacity in capacities]
+    masks = [mask_bytes(capacity.rows, mask_words(plan.vocab_size)) for capacity in capacities]
     rings = _RING_BYTES, _ASSIST_RING_BYTES if sizes.lora_cpus else PAGE_BYTES
-    region = HostRegion(spec, dtype, len(sizes.lora_cpus), rings, block_bytes, blocks, masks, sizes.host_bytes)
+    region = HostRegion(plan, dtype, len(sizes.lora_cpus), rings, block_bytes, blocks, masks, sizes.host_bytes)
     base, num_bytes = region.region.base, region.region.num_bytes
     try:
         return region, RegisteredMemory(base, driver.register_host(base, num_bytes))
@@ -320,9 +322,9 @@ def _pool(limits: Limits) -> DevicePool:
     return pool
 
 
-def _chunk_graph_bytes(spec: ModelSpec, sizes: GpuSizes) -> int:
+def _chunk_graph_bytes(plan: DecoderPlan, sizes: GpuSizes) -> int:
     """Returns the part of the graphs' memory that those of assisted chunks get."""
-    expected = chunk_graphs.expected_bytes(spec.layers) if sizes.lora_cpus else 0
+    expected = chunk_graphs.expected_bytes(plan) if sizes.lora_cpus else 0
     return expected if expected <= _CHUNKS_SHARE * sizes.graph_bytes else 0
 
 
@@ -333,8 +335,8 @@ def _pool_bytes(driver: Driver, sizes: GpuSizes) -> int:
     return max(0, int(driver.free_bytes() - spared - sizes.graph_bytes)) // GRANULE_BYTES * GRANULE_BYTES
 
 
-def _limits(spec: ModelSpec, dtype: torch.dtype, sizes: GpuSizes, pool_bytes: int) -> Limits:
-    block = block_bytes(spec, dtype)
+def _limits(plan: DecoderPlan, dtype: torch.dtype, sizes: GpuSizes, pool_bytes: int) -> Limits:
+    block = block_bytes(plan, dtype)
     least = ceil_div(sizes.max_context + 1, BLOCK_TOKENS)
     if align_up(least * block, GRANULE_BYTES) > pool_bytes:
         raise ConfigError(
@@ -352,5 +354,5 @@ def _limits(spec: ModelSpec, dtype: torch.dtype, sizes: GpuSizes, pool_bytes: in
         max_context=sizes.max_context,
         shared=SharedMemory(pool_bytes, block, GRANULE_BYTES, adapter_bytes, least),
         assisted_batches=SYNC_SLOTS if sizes.lora_cpus else 0,
-        embedding_size=spec.hidden,
+        embedding_size=plan.hidden,
     )

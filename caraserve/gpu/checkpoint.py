@@ -10,12 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from caraserve.gpu.driver.device import GpuDevice
-from caraserve.gpu.linear.base import SCALE, Fill
-from caraserve.gpu.linear.formats import TORCH_CODES
+from caraserve.gpu.linear.base import SCALE, TORCH_CODES, Fill
 from caraserve.gpu.memory.weight_transfer import TransferFigures, WeightTransfer
 from caraserve.gpu.weights import Weights
 from caraserve.model.folder_reader import FolderReader, StoredTensor
-from caraserve.model.quantization import Quantization
 
 _CODES = {theirs: ours for ours, theirs in TORCH_CODES.items()}
 
@@ -31,16 +29,15 @@ def load_checkpoint(
     device: GpuDevice,
     load: Load,
     progress: Callable[[], None] = lambda: None,
-    quantization: Quantization | None = None,
 ) -> tuple[Weights, TransferFigures]:
-    """Fills weights with a checkpoint's tensors, and says how fast. `quantization`: that of its config.json.
+    """Fills weights with a checkpoint's tensors, and says how fast.
 
     Calls `load` on torch's device without memory first, because threads read tensors before they are asked for: that
     shows their order, and finds what is missing before any is read but the scales of quantised modules, which are small
     and kept. Raises ModelLoadError for files that cannot be read or change meanwhile, ConfigError if no host memory can
     be pinned, DriverError, and the errors of `load`.
     """
-    with FolderReader(folder, quantization) as reader:
+    with FolderReader(folder) as reader:
         found: list[StoredTensor] = []
         scales: dict[str, NDArray[np.float32]] = {}
 

@@ -8,7 +8,7 @@ B A is summed in fp32 and added to the base weight with one rounding. If the ada
 are rounded to the model's first, an error that is small beside the rounding of the sum.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -16,11 +16,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from caraserve.core.lora_layout import A_COLUMNS, GROUPS, PANEL, AdapterSpec, SiteSpan, lay_out
+from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, SiteSpan, lay_out
 from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.weights import TORCH_DTYPES, Layer, Weights, columns_of
+from caraserve.gpu.weights import TORCH_DTYPES, Layer, Weights
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec
+from caraserve.model.plan import DecoderPlan, Site
 from caraserve.util.units import align_up
 
 _WARM_RANKS = (8, 16, 32, 64, 128, 256, 512)  # cuBLAS chooses among its kernels by sizes, of which the rank is one
@@ -29,29 +29,29 @@ _WARM_RANKS = (8, 16, 32, 64, 128, 256, 512)  # cuBLAS chooses among its kernels
 class MergedDeviceWeights:
     """The copy of the weights, and which adapter is merged into it. Used by the launching thread only."""
 
-    def __init__(self, spec: ModelSpec, base: Weights, max_rank: int) -> None:
+    def __init__(self, plan: DecoderPlan, base: Weights, max_rank: int) -> None:
         """Allocates the copy. `max_rank`: the largest rank of any adapter, with padding."""
-        self._spec, self._base, self._max_rank = spec, base, max_rank
+        self._plan, self._base, self._max_rank = plan, base, max_rank
         self.weights = replace(base, layers=tuple(map(_copied, base.layers)))
-        inputs, outputs = (max(spec.site_shape(site)[side] for site in SITES) for side in range(2))
-        # Buffers for one module's A and B as plain matrices in the model's dtype.
-        self._a = torch.empty(max_rank * inputs, dtype=base.dtype, device=base.device)
-        self._b = torch.empty(align_up(outputs, PANEL) * max_rank, dtype=base.dtype, device=base.device)
+        # Buffers for one site's A and B as plain matrices in the model's dtype.
+        self._a = torch.empty(max_rank * plan.widest_input, dtype=base.dtype, device=base.device)
+        outputs = align_up(plan.widest_output, PANEL)
+        self._b = torch.empty(outputs * max_rank, dtype=base.dtype, device=base.device)
         self._held: str | None = None
-        self._changed: frozenset[tuple[int, int]] = frozenset()  # (layer, module group) pairs that differ from the base
+        self._changed: frozenset[tuple[int, int]] = frozenset()  # (layer, group) pairs that differ from the base
         self.merges = 0
 
     def warm_up(self, memory: Tensor, driver: Driver, stream: Stream) -> None:
-        """Merges into the first layer, whose shapes all layers have, so that torch and cuBLAS load their kernels for
+        """Merges into the first layers that have all group shapes, so that torch and cuBLAS load their kernels for
         every dtype and many ranks; and undoes it. `memory`: uint8, on the device, whose bytes are taken as weights."""
-        places = {(0, site) for site in SITES}
-        groups = frozenset((layer, _group_of(site)) for layer, site in places)
+        layers = sorted({layer for layer, _ in _first_groups(self._plan)})
+        places = [(layer, linear) for layer in layers for linear in range(len(self._plan.layers[layer].linears))]
         for dtype, rank in product(Dtype, _WARM_RANKS):
-            spans, (*_, end) = lay_out(self._spec, dtype, dict.fromkeys(places, (rank, 1.0)))
+            spans, (*_, end) = lay_out(self._plan, dtype, dict.fromkeys(places, (rank, 1.0)))
             if rank <= self._max_rank and end <= memory.numel():
-                of = {(span.layer, SITES[span.site]): span for span in spans}
-                driver.run(stream, partial(self._merge, of, groups, (), dtype, memory))
-        driver.run(stream, partial(self._merge, {}, (), groups, Dtype.F32, memory))
+                driver.run(stream, partial(self._merge, spans, (), dtype, memory))
+        changed = {(span.layer, self._site(span).group) for span in spans}
+        driver.run(stream, partial(self._merge, (), changed, Dtype.F32, memory))
 
     def merge(self, adapter: AdapterSpec, image: Tensor, driver: Driver, stream: Stream) -> None:
         """Merges an adapter, for everything issued on `stream` afterwards. Does nothing if it is merged already.
@@ -60,40 +60,41 @@ class MergedDeviceWeights:
         """
         if self._held == adapter.digest:
             return
-        spans = {(span.layer, SITES[span.site]): span for span in adapter.spans}
-        changed = frozenset((layer, _group_of(site)) for layer, site in spans)
+        changed = frozenset((span.layer, self._site(span).group) for span in adapter.spans)
         left = self._changed - changed
-        driver.run(stream, lambda: self._merge(spans, changed, left, adapter.dtype, image))
+        driver.run(stream, lambda: self._merge(adapter.spans, left, adapter.dtype, image))
         self._held, self._changed = adapter.digest, changed
         self.merges += 1
 
-    def _merge(
-        self,
-        spans: Mapping[tuple[int, str], SiteSpan],
-        changed: Collection[tuple[int, int]],
-        left: Collection[tuple[int, int]],
-        dtype: Dtype,
-        image: Tensor,
-    ) -> None:
+    def _merge(self, spans: Sequence[SiteSpan], left: Collection[tuple[int, int]], dtype: Dtype, image: Tensor) -> None:
+        """Computes the groups in which an adapter has modules, and copies the base's to the groups in `left`."""
+        of = {(span.layer, span.site): span for span in spans}
         for layer, group in left:
-            self.weights.layers[layer].linears[group].weight.copy_(self._base.layers[layer].linears[group].weight)
-        for layer, group in changed:
-            base = self._base.layers[layer].linears[group].weight
-            room = self.weights.layers[layer].linears[group].weight
-            for site, column, width in zip(GROUPS[group], *columns_of(self._spec, group), strict=True):
-                before, after = base[column : column + width], room[column : column + width]
-                span = spans.get((layer, site))
+            self._weight(self.weights, layer, group).copy_(self._weight(self._base, layer, group))
+        for layer, index in dict.fromkeys((span.layer, self._site(span).group) for span in spans):
+            plan = self._plan.layers[layer].groups[index]
+            base, room = (self._weight(weights, layer, index) for weights in (self._base, self.weights))
+            for site, column in zip(plan.sites, plan.columns(), strict=True):
+                before, after = (each[column : column + site.outputs] for each in (base, room))
+                span = of.get((layer, site.index))
                 if span is None:
                     after.copy_(before)
                 else:
-                    a, b = self._unpack(span, dtype, image)
+                    a, b = self._unpack(span, site, dtype, image)
                     torch.addmm(before, b, a, alpha=span.scale, out=after)
 
-    def _unpack(self, span: SiteSpan, dtype: Dtype, image: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns A [rank, inputs] and B [outputs, rank] of a module; valid until the next call, which reuses the
+    def _site(self, span: SiteSpan) -> Site:
+        return self._plan.layers[span.layer].sites[span.site]
+
+    @staticmethod
+    def _weight(weights: Weights, layer: int, group: int) -> Tensor:
+        return weights.layers[layer].linears[group].weight
+
+    def _unpack(self, span: SiteSpan, site: Site, dtype: Dtype, image: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns A [rank, inputs] and B [outputs, rank] of a site; valid until the next call, which reuses the
         buffers."""
-        inputs, outputs = self._spec.site_shape(SITES[span.site])
-        rank, panels = span.padded_rank, align_up(outputs, PANEL) // PANEL
+        inputs, outputs, rank = site.inputs, site.outputs, span.padded_rank
+        panels = align_up(outputs, PANEL) // PANEL
 
         def stored(offset: int, shape: tuple[int, ...]) -> Tensor:
             num_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -110,5 +111,10 @@ def _copied(layer: Layer) -> Layer:
     return replace(layer, linears=tuple(linear.copy() for linear in layer.linears))
 
 
-def _group_of(site: str) -> int:
-    return next(group for group, sites in enumerate(GROUPS) if site in sites)
+def _first_groups(plan: DecoderPlan) -> list[tuple[int, int]]:
+    """Returns the first group, (layer, index), of each group shape."""
+    first: dict[int, tuple[int, int]] = {}
+    for layer, shapes in enumerate(plan.shapes_of_groups):
+        for group, shape in enumerate(shapes):
+            first.setdefault(shape, (layer, group))
+    return list(first.values())

@@ -1,25 +1,29 @@
-"""The base model's weights on the device; modules that read the same input form one matrix.
+"""The base model's weights on the device, as its plan describes them; modules that read the same rows form one matrix.
 
 Tensors are allocated in their final place and filled one by one, from a checkpoint's files (`checkpoint.py`) or with
-random numbers on the device, so that no tensor is on the device twice.
+random numbers on the device, so that no tensor is on the device twice, but for one module at a time whose outputs are
+stored in another order.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from caraserve.core.lora_layout import A_COLUMNS, GROUPS
-from caraserve.core.quantized_groups import device_bytes, group_scheme
+from caraserve.core.lora_layout import A_COLUMNS
 from caraserve.errors import ModelLoadError
-from caraserve.gpu.linear.base import SCALE, Fill, JoinedModules, Linear, LinearLoader
+from caraserve.gpu.attention.base import NO_WINDOW, LayerAttention
+from caraserve.gpu.kernels.heads import Heads, RopeTables
+from caraserve.gpu.kernels.norms import NormWeights
+from caraserve.gpu.linear.base import SCALE, TORCH_CODES, Fill, Linear, LinearLoader
 from caraserve.gpu.linear.dense import DenseLinear
-from caraserve.gpu.linear.formats import TORCH_CODES, dequantizing, load_linear
+from caraserve.gpu.linear.formats import class_of, load_linear
 from caraserve.gpu.linear.quantized import row_blocks
 from caraserve.model.dtype import Dtype
-from caraserve.model.rope import rope_tables
-from caraserve.model.spec import ModelSpec, module_name
+from caraserve.model.formats import WeightFormat
+from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, LinearPlan, Mlp, Norm, Rope
+from caraserve.model.rope import alibi_slopes, growth_of_q, rope_tables
 from caraserve.util.units import human_bytes
 
 TORCH_DTYPES = {Dtype.F32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.F16: torch.float16}
@@ -29,13 +33,23 @@ _DUMMY_INPUT_SCALE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """Weights of one decoder layer; norms are float32."""
+class BlockWeights:
+    """What a block has besides its linears. `scalar` multiplies the stream after the block."""
 
-    attention_norm: Tensor  # [hidden]
-    mlp_norm: Tensor  # [hidden]
-    head_norms: tuple[Tensor, Tensor] | None  # of q and of k, [head dim] each
-    linears: tuple[Linear, ...]  # by module group of layout.GROUPS
+    pre: NormWeights | None
+    post: NormWeights | None
+    multiplier: float
+    scalar: float
+    heads: Heads | None  # of attention
+    attention: LayerAttention | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one decoder layer."""
+
+    blocks: tuple[BlockWeights, ...]
+    linears: tuple[Linear, ...]  # by group of the layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +58,9 @@ class Weights:
 
     layers: tuple[Layer, ...]
     embedding: Tensor  # [vocab, hidden]
-    head: DenseLinear  # [vocab, hidden]; the same tensor as `embedding` if they are tied
-    final_norm: Tensor  # float32 [hidden]
-    cos: Tensor  # float32 [positions, head dim / 2]
-    sin: Tensor  # float32 [positions, head dim / 2]
+    positions: Tensor | None  # float32 [positions, hidden], added to embeddings
+    head: Linear  # [vocab, hidden]; the same tensor as `embedding` if they are tied
+    final_norm: NormWeights
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,27 +73,22 @@ class Weights:
     @property
     def rounds_inputs(self) -> bool:
         """True if inputs of some linear modules are quantised, for which a lane needs `RoundedRows`."""
-        return any(linear.rounds_inputs for layer in self.layers for linear in layer.linears)
+        linears = [self.head, *(linear for layer in self.layers for linear in layer.linears)]
+        return any(linear.rounds_inputs for linear in linears)
 
 
-def columns_of(spec: ModelSpec, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns (first columns, widths) of a group's modules in a row of the group's output."""
-    widths = tuple(spec.site_shape(site)[1] for site in GROUPS[group])
-    return tuple(sum(widths[:index]) for index in range(len(widths))), widths
-
-
-def num_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+def num_bytes(plan: DecoderPlan, dtype: torch.dtype) -> int:
     """Returns the device memory that `load` takes, without norms, biases and rotary tables."""
-    return device_bytes(spec, dtype.itemsize)
+    return plan.weight_bytes(dtype.itemsize)
 
 
-def progress_steps(spec: ModelSpec) -> int:
+def progress_steps(plan: DecoderPlan) -> int:
     """Returns how often `load` calls `progress`."""
-    return spec.layers + 1
+    return len(plan.layers) + 1
 
 
 def load(
-    spec: ModelSpec,
+    plan: DecoderPlan,
     dtype: torch.dtype,
     max_context: int,
     device: torch.device,
@@ -89,51 +97,153 @@ def load(
 ) -> Weights:
     """Allocates the weights on `device` and fills them; calls `progress` after each layer and after the embeddings.
 
-    Raises ModelLoadError for sizes that the kernels do not support or if device memory is too small, and the errors of
-    `fill`.
+    Raises ModelLoadError for layers and sizes that the kernels do not support or if device memory is too small, and
+    the errors of `fill`.
     """
-    for name, size in (("hidden_size", spec.hidden), ("intermediate_size", spec.intermediate)):
-        if size % A_COLUMNS:
-            raise ModelLoadError(f"config.json: {name} {size} is not a multiple of {A_COLUMNS}, which CUDA needs")
+    check(plan)
     try:
-        loader = LinearLoader(dtype, device, dequantizing(fill, spec.quantization), torch.ones(1, device=device))
-        return _load(spec, max_context, loader, progress)
+        loader = LinearLoader(dtype, device, fill, torch.ones(1, device=device))
+        return _Loader(plan, max_context, loader).load(progress)
     except torch.OutOfMemoryError as error:
-        need = human_bytes(num_bytes(spec, dtype))
+        need = human_bytes(num_bytes(plan, dtype))
         raise ModelLoadError(f"the model's weights take {need} of device memory, more than is free") from error
 
 
-def _load(spec: ModelSpec, max_context: int, loader: LinearLoader, progress: Callable[[], None]) -> Weights:
-    layers = []
-    for layer in range(spec.layers):
-        layers.append(_load_layer(spec, layer, loader))
+def check(plan: DecoderPlan) -> None:
+    """Raises ModelLoadError for what the CUDA backend cannot compute."""
+    for index, layer in enumerate(plan.layers):
+        for block in layer.blocks:
+            if not isinstance(block.body, Attention | Mlp):
+                kind = type(block.body).__name__
+                raise ModelLoadError(
+                    f"layer {index} has a {kind}, which a GPU cannot compute; it computes attention and MLPs"
+                )
+        if sum(isinstance(block.body, Attention) for block in layer.blocks) > 1:
+            raise ModelLoadError(f"layer {index} has more than one attention, which a GPU cannot compute")
+        if any(block.reads_first_rows for block in layer.blocks) and layer.blocks[0].pre is None:
+            raise ModelLoadError(f"layer {index} has blocks of the same rows and no norm before them")
+    for linear in (linear for layer in plan.layers for linear in layer.linears):
+        if linear.inputs % A_COLUMNS:
+            raise ModelLoadError(
+                f"{linear.module} has {linear.inputs} inputs, not a multiple of {A_COLUMNS}, which CUDA needs"
+            )
+
+
+class _Loader:
+    """Loads the weights of one model."""
+
+    def __init__(self, plan: DecoderPlan, max_context: int, loader: LinearLoader) -> None:
+        self._plan, self._max_context, self._loader = plan, max_context, loader
+        self._ropes = {rope: self._rope(rope) for rope in plan.ropes}
+
+    def load(self, progress: Callable[[], None]) -> Weights:
+        plan, layers = self._plan, []
+        for index, layer in enumerate(plan.layers):
+            layers.append(self._layer(index, layer))
+            progress()
+        embedding = self._numbers(plan.embed, plan.embed_format)
+        positions = None
+        if plan.positions is not None:
+            table = self._loader.filled(plan.positions, (plan.max_position, plan.hidden), torch.float32)
+            positions = table[: self._max_context].clone()
+        head = self._head(embedding)
+        final_norm = self._norm(plan.final, plan.hidden)
+        assert final_norm is not None
         progress()
-    vocabulary = (spec.vocab_size, spec.hidden)
-    embedding = loader.filled("model.embed_tokens.weight", vocabulary)
-    head = embedding if spec.tied_embeddings else loader.filled("lm_head.weight", vocabulary)
-    cos, sin = (torch.from_numpy(table).to(loader.device) for table in rope_tables(spec.rope, max_context))
-    final_norm = loader.filled("model.norm.weight", (spec.hidden,), torch.float32)
-    progress()
-    return Weights(tuple(layers), embedding, DenseLinear.of(head, None), final_norm, cos, sin)
+        return Weights(tuple(layers), embedding, positions, head, final_norm)
+
+    def _numbers(self, tensor: str, stored: WeightFormat) -> Tensor:
+        """Returns embeddings, or the head's weights, as numbers, [vocab, hidden]."""
+        made = self._loader.empty((self._plan.vocab_size, self._plan.hidden))
+        class_of(stored).fill_numbers(tensor.removesuffix(".weight"), made, self._loader.fill)
+        return made
+
+    def _head(self, embedding: Tensor) -> Linear:
+        plan, loader = self._plan, self._loader
+        head: Linear
+        if plan.has_unit_head_rows:
+            weight = embedding.clone() if plan.head is None else self._numbers(plan.head, plan.head_format)
+            for rows in row_blocks(weight):
+                weight[rows] = torch.nn.functional.normalize(weight[rows].float(), dim=1)
+            head = DenseLinear.of(weight, None)
+        elif plan.head is None:
+            head = DenseLinear.of(embedding, None)
+        else:
+            linear = LinearPlan.of_role(plan.head.removesuffix(".weight"), plan.hidden, plan.vocab_size, "out")
+            head = load_linear(loader, (replace(linear, format=plan.head_format),))
+        return head if plan.head_bias is None else head.with_bias(loader.filled(plan.head_bias, (plan.vocab_size,)))
+
+    def _layer(self, index: int, layer: LayerPlan) -> Layer:
+        linears, scalars = [], [1.0] * len(layer.blocks)
+        for block in layer.blocks:
+            linears += [load_linear(self._loader, group) for group in block.body.linear_groups]
+        if self._plan.layer_scalars:
+            scalars[-1] = self._number(self._plan.layer_scalars[index])
+        blocks = []
+        for number, (block, scalar) in enumerate(zip(layer.blocks, scalars, strict=True)):
+            first = next(group for group in layer.groups if group.block == number)
+            blocks.append(self._block(block, first, scalar))
+        return Layer(tuple(blocks), tuple(linears))
+
+    def _block(self, block: Block, first: Group, scalar: float) -> BlockWeights:
+        heads = attention = None
+        if isinstance(block.body, Attention):
+            heads, attention = self._heads(block.body, first), self._attention(block.body)
+        pre = None if block.reads_first_rows else self._norm(block.pre, self._plan.hidden)
+        post = self._norm(block.post, self._plan.hidden)
+        return BlockWeights(pre, post, block.multiplier, scalar, heads, attention)
+
+    def _heads(self, body: Attention, group: Group) -> Heads:
+        columns = columns_of(group)
+        return Heads(
+            heads=body.heads,
+            kv_heads=body.kv_heads,
+            head_dim=body.head_dim,
+            q=columns["q"],
+            k=columns["k"],
+            v=columns.get("v", columns["k"]),
+            rope=None if body.rope is None else self._ropes[body.rope],
+            q_norm=self._norm(body.q_norm, body.head_dim, body.heads),
+            k_norm=self._norm(body.k_norm, body.head_dim, body.kv_heads),
+            v_norm=self._norm(body.v_norm, body.head_dim, body.kv_heads),
+            norm_after_rope=body.norm_after_rope,
+        )
+
+    def _attention(self, body: Attention) -> LayerAttention:
+        slopes = torch.from_numpy(alibi_slopes(body.heads)).to(self._loader.device) if body.alibi else None
+        sinks = None if body.sinks is None else self._loader.filled(body.sinks, (body.heads,), torch.float32)
+        return LayerAttention(body.scale, body.cap, body.window or NO_WINDOW, sinks, slopes)
+
+    def _rope(self, rope: Rope) -> RopeTables:
+        cos, sin = (torch.from_numpy(table).to(self._loader.device) for table in rope_tables(rope, self._max_context))
+        growth = growth_of_q(rope, self._max_context)
+        return RopeTables(cos, sin, None if growth is None else torch.from_numpy(growth).to(self._loader.device))
+
+    def _norm(self, norm: Norm | None, width: int, heads: int = 1) -> NormWeights | None:
+        """Returns the weights of a norm of rows of `heads` · `width` elements."""
+        if norm is None:
+            return None
+        shape = {"row": (heads * width,), "head": (width,), "heads": (heads, width)}[norm.scope]
+
+        def ordered(name: str) -> Tensor:
+            values = self._loader.filled(name, shape, torch.float32)
+            return values if norm.order is None else values.view(-1)[list(norm.order)].view(shape)
+
+        if norm.weight is None:
+            weight = torch.ones(shape, dtype=torch.float32, device=self._loader.device)
+        else:
+            weight = ordered(norm.weight)
+        bias = None if norm.bias is None else ordered(norm.bias)
+        return NormWeights(weight + norm.offset, bias, norm.eps, norm.kind == "layer", norm.scope)
+
+    def _number(self, name: str) -> float:
+        value = self._loader.filled(name, (1,), torch.float32)
+        return 1.0 if value.is_meta else float(value)
 
 
-def _load_layer(spec: ModelSpec, layer: int, loader: LinearLoader) -> Layer:
-    prefix = f"model.layers.{layer}"
-    biased = (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.mlp_bias)
-    linears = []
-    for group, (sites, has_bias) in enumerate(zip(GROUPS, biased, strict=True)):
-        names, widths = [module_name(layer, site) for site in sites], columns_of(spec, group)[1]
-        modules = JoinedModules(names, widths, spec.site_shape(sites[0])[0], has_bias)
-        linears.append(load_linear(loader, modules, group_scheme(spec, layer, group)))
-
-    def norm(name: str, size: int) -> Tensor:
-        return loader.filled(f"{prefix}.{name}.weight", (size,), torch.float32)
-
-    head_norms = None
-    if spec.qk_norm:
-        head_norms = norm("self_attn.q_norm", spec.head_dim), norm("self_attn.k_norm", spec.head_dim)
-    attention, mlp = norm("input_layernorm", spec.hidden), norm("post_attention_layernorm", spec.hidden)
-    return Layer(attention, mlp, head_norms, tuple(linears))
+def columns_of(group: Group) -> dict[str, int]:
+    """Returns the first column of each role in a row of a group's output."""
+    return dict(zip((site.role for site in group.sites), group.columns(), strict=True))
 
 
 def dummy(seed: int, device: torch.device) -> Fill:

@@ -14,7 +14,7 @@ from caraserve.lora.adapter import Done, LayersArrived, RemoteSource, Source, Up
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.folder_contents import stamp
 from caraserve.lora.peft import read_adapter
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +24,10 @@ _READERS = 2  # threads that read and check adapters: two keep a disk busy, and 
 class AdapterReader:
     """Reads adapter folders on threads of its own, and calls back on the event loop."""
 
-    def __init__(self, spec: ModelSpec, on_loop: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, plan: DecoderPlan, on_loop: Callable[[Callable[[], None]], None]) -> None:
         self._download: Callable[[str, NDArray[np.uint8], Done, LayersArrived], None] | None = None
         self._on_read: Callable[[str, AdapterFolder, str], None] = lambda digest, folder, stamp: None
-        self._spec, self._on_loop = spec, on_loop
+        self._spec, self._on_loop = plan, on_loop
         self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
         # The last error of each unusable folder: each is logged once.
         self._refusals: WeakKeyDictionary[AdapterFolder, str] = WeakKeyDictionary()

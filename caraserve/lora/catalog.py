@@ -25,7 +25,7 @@ from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import inspect_adapter, resolve_adapter_path
 from caraserve.lora.registry import UNLOADED, UPLOADING, AdapterInfo, Registry
 from caraserve.lora.turns import LONGEST_WAIT_S, Turns
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 
 T = TypeVar("T")
 AdapterObserver = Callable[[str, AdapterInfo | None], None]
@@ -61,7 +61,7 @@ class Catalog:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        plan: DecoderPlan,
         registry: Registry,
         manager: AdapterManager,
         reader: AdapterReader,
@@ -73,7 +73,7 @@ class Catalog:
         `upload_observers`: with that of each that takes requests while it is uploaded, and when that ends (None)."""
         self.manager, self.rules = manager, rules
         self.folders, self.refused = AdapterFolders(), RefusedFolders(rules.roots)
-        self._spec, self._registry = spec, registry
+        self._spec, self._registry = plan, registry
         self._reader, self._observers, self._upload_observers = reader, observers, upload_observers
         self._infos: dict[str, AdapterInfo] = {}
         self._uploading: dict[str, AdapterInfo] = {}  # with a random digest; not in `_infos`

@@ -18,7 +18,6 @@ from caraserve.core.lora_layout import MAX_RANK, AdapterSpec, Module, RankAndSca
 from caraserve.errors import AdapterRejected
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.spec import ModelSpec, as_plan
 
 MAX_MANIFEST_BYTES = 4 << 20
 
@@ -75,12 +74,12 @@ def manifest_of(spec: AdapterSpec) -> bytes:
     return json.dumps([_FORMAT, spec.dtype.value, modules, chunks], separators=(",", ":")).encode()
 
 
-def read_manifest(body: bytes, digest: str, model: ModelSpec | DecoderPlan) -> AdapterSpec:
+def read_manifest(body: bytes, digest: str, plan: DecoderPlan) -> AdapterSpec:
     """Returns the adapter that a manifest describes. Raises AdapterRejected if its hash is not `digest`, or if the
     adapter does not fit `model`."""
     if hashlib.sha256(body).hexdigest() != digest:
         raise AdapterRejected(f"adapter {digest[:12]}: what was read is not its manifest")
-    plan = as_plan(model)
+
     try:
         written, dtype, listed, chunks = json.loads(body)
         if written != _FORMAT:

@@ -35,7 +35,6 @@ from caraserve.lora.peft_fields import CONFIG_NAME, refusal
 from caraserve.model.dtype import Dtype, to_float32
 from caraserve.model.plan import DecoderPlan, LinearPlan
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
-from caraserve.model.spec import ModelSpec, as_plan
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,5})(?=\.)")
 # Of A's and B's product with the scale, for inputs of 1: what is larger overflows where it is squared, in norms and
@@ -124,27 +123,27 @@ class ImageWriter:
             )
 
 
-def inspect_adapter(folder: Path, model: ModelSpec | DecoderPlan) -> AdapterSpec:
+def inspect_adapter(folder: Path, plan: DecoderPlan) -> AdapterSpec:
     """Checks an adapter's configuration and tensors, and computes its digest. Raises AdapterRejected, or ServerBusy if
     they cannot be checked now."""
     with _opened(folder) as file:
-        layout = specify(folder, file, model)
+        layout = specify(folder, file, plan)
         ends = layout.spec.layer_ends
         layer = aligned_bytes(max(end - start for start, end in pairwise((0, *ends))))
         return _fill(file, layout, lambda start, end: layer[: end - start])
 
 
-def check_layout(folder: Path, model: ModelSpec | DecoderPlan) -> AdapterSpec:
+def check_layout(folder: Path, plan: DecoderPlan) -> AdapterSpec:
     """Checks an adapter's configuration, and the names and shapes of its tensors, and returns its layout without a
     digest. Reads no tensor. Raises as `inspect_adapter`."""
     with _opened(folder) as file:
-        return specify(folder, file, model).spec
+        return specify(folder, file, plan).spec
 
 
-def read_adapter(folder: Path, model: ModelSpec | DecoderPlan, into: Bytes) -> HostAdapter:
+def read_adapter(folder: Path, plan: DecoderPlan, into: Bytes) -> HostAdapter:
     """Reads and checks a whole adapter, which `inspect_adapter` has accepted, into `into`. Raises AdapterRejected
     naming the field or tensor."""
-    plan = as_plan(model)
+
     with _opened(folder) as file:
         layout = _layout(read_config(folder, plan), file, plan)
         if layout.spec.num_bytes > into.nbytes:
@@ -222,10 +221,9 @@ def _opened(folder: Path) -> Iterator[TensorFile]:
         raise AdapterRejected(str(error)) from None
 
 
-def specify(folder: Path, file: TensorFile, model: ModelSpec | DecoderPlan) -> TensorLayout:
+def specify(folder: Path, file: TensorFile, plan: DecoderPlan) -> TensorLayout:
     """Returns the layout of an adapter's tensors in the file and in the image. Reads no tensor. Raises AdapterRejected,
     or ServerBusy if the configuration's regular expressions cannot be matched now."""
-    plan = as_plan(model)
     config = read_config(folder, plan)
     layout = _layout(config, file, plan)
     config.check_patterns(tuple(layout.modules[module].name for module in sorted(layout.modules)))

@@ -21,8 +21,8 @@ from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.kinds import MATRICES
 from caraserve.lora.manifest import ChunkHasher, identified
 from caraserve.lora.peft import TENSORS_NAME, ImageWriter, TensorLayout, specify
+from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
-from caraserve.model.spec import ModelSpec
 
 
 class ArrivingImage:
@@ -77,7 +77,7 @@ class UploadStream(UploadSource):
     """The tensors of one upload. `advance`, `image` and `close` are for one thread at a time, the rest for the event
     loop, while that thread does nothing."""
 
-    def __init__(self, folder: Path, model: ModelSpec, reader: AdapterReader) -> None:
+    def __init__(self, folder: Path, plan: DecoderPlan, reader: AdapterReader) -> None:
         """Reads the file's header, which must have been written. Raises AdapterRejected for an adapter that does not
         fit `model`."""
         self._reader = reader
@@ -86,7 +86,7 @@ class UploadStream(UploadSource):
         self._arriving: ArrivingImage | None = None
         try:
             self._file = TensorFile(folder / TENSORS_NAME)
-            self._layout = specify(folder, self._file, model)
+            self._layout = specify(folder, self._file, plan)
         except TensorFileError as error:
             raise AdapterRejected(str(error)) from None
 

@@ -44,8 +44,8 @@ from caraserve.lora.turns import Turns
 from caraserve.lora.upload_body import MOST_CONFIG_BYTES, UploadBody, config_of
 from caraserve.lora.upload_folders import UploadFolders, is_uploaded, not_written, write_through
 from caraserve.lora.upload_stream import UploadStream
+from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
-from caraserve.model.spec import ModelSpec
 from caraserve.util.tasks import Tasks
 from caraserve.util.units import human_bytes
 
@@ -109,7 +109,7 @@ class AdapterUploads:
         self,
         catalog: Catalog,
         reader: AdapterReader,
-        model: ModelSpec,
+        plan: DecoderPlan,
         root: Path | None,
         most_image_bytes: int,
         observers: Sequence[RemovalObserver] = (),
@@ -117,7 +117,7 @@ class AdapterUploads:
         """`root`: the folder of adapters, None if the server was started without one. `most_image_bytes`: of the
         largest adapter that can be served. `observers`: called with the name and the digest of each adapter that was
         deleted or replaced by an upload."""
-        self.catalog, self.reader, self.model, self.most_bytes = catalog, reader, model, most_image_bytes
+        self.catalog, self.reader, self.model, self.most_bytes = catalog, reader, plan, most_image_bytes
         self._root, self._observers = root, observers
         self._folders = None if root is None else UploadFolders(root)
         self._executor = ThreadPoolExecutor(_WRITERS, "caraserve-upload")
@@ -435,10 +435,10 @@ def refuse_own(path: Path) -> None:
         )
 
 
-def _has_upload(folder: Path, digest: str, model: ModelSpec) -> bool:
+def _has_upload(folder: Path, digest: str, plan: DecoderPlan) -> bool:
     """Returns whether a folder has the files of an uploaded adapter with that digest."""
     try:
-        return is_uploaded(folder) and inspect_adapter(folder, model).digest == digest
+        return is_uploaded(folder) and inspect_adapter(folder, plan).digest == digest
     except (CaraServeError, OSError):
         return False
 

@@ -1,4 +1,4 @@
-"""Reads the tensors of a model folder's safetensors files, and turns quantised weights into numbers."""
+"""Reads the tensors of a model folder's safetensors files."""
 
 import math
 from collections.abc import Iterator
@@ -13,12 +13,9 @@ from numpy.typing import NDArray
 
 from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, Dtype, to_float32
-from caraserve.model.quantization import Quantization
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError, weight_files
 
 Raw = NDArray[np.generic]  # float32, or the bits of a 16-bit type as uint16
-
-_WEIGHT = ".weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +41,8 @@ class FolderReader:
     Files are opened when first needed and closed by the end of the context, which without another error raises
     ModelLoadError if one was changed in the meantime."""
 
-    def __init__(self, folder: Path, quantization: Quantization | None = None) -> None:
-        """`quantization`: that of the folder's config.json."""
-        self._folder, self._quantization = folder, quantization
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         with _load_errors():
             self._files = weight_files(folder)
         self._opened: dict[Path, TensorFile] = {}
@@ -74,17 +70,10 @@ class FolderReader:
             return StoredTensor(name, file, file.dtype(name) if code is None else code, file.num_bytes(name))
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[Raw, Dtype]:
-        """Reads a tensor, which must have this shape. Weights of quantised modules are returned as float32, code times
-        scale rounded once."""
-        stored = None
-        if self._quantization is not None and name.endswith(_WEIGHT) and len(shape) == 2:
-            stored = self._quantization.format_of(name.removesuffix(_WEIGHT))
-        if stored is None:
-            with _load_errors():
-                file = self._file(name, shape)
-                return file.raw(name), file.dtype(name)
-        outputs, inputs = shape
-        return stored.values(stored.read(self, name.removesuffix(_WEIGHT), (outputs, inputs))), Dtype.F32
+        """Reads a tensor of plain numbers, which must have this shape."""
+        with _load_errors():
+            file = self._file(name, shape)
+            return file.raw(name), file.dtype(name)
 
     def codes(self, name: str, shape: tuple[int, ...], code: Code) -> NDArray[np.uint8]:
         """Reads the codes of a quantised module's weights, [outputs, inputs]."""

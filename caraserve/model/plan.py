@@ -22,6 +22,8 @@ from caraserve.model.quantization import Quantization
 from caraserve.util.units import align_up
 
 Rows = range | tuple[int, ...]  # outputs of a module, in the order in which a backend keeps them
+# The rows that a group reads: the stream itself, its norm, or what the body computes from the block's first group.
+Source = Literal["stream", "norm", "body"]
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "clamped_swiglu"]
 
 
@@ -214,6 +216,11 @@ class Block:
     multiplier: float = 1.0
 
     @property
+    def reads(self) -> Source:
+        """What the body reads."""
+        return "stream" if self.pre is None and not self.reads_first_rows else "norm"
+
+    @property
     def adds_directly(self) -> bool:
         """True if the body's output can be added to the stream where it is computed."""
         return self.post is None and self.multiplier == 1.0
@@ -233,6 +240,17 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupShape:
+    """What groups of different layers share whose rows lie in the same memory and have the same columns."""
+
+    index: int  # in the layer
+    inputs: int
+    widths: tuple[int, ...]
+    reads: Source
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Consecutive sites that read the same rows: one packed matrix in memory, one output buffer."""
 
@@ -240,6 +258,12 @@ class Group:
     block: int  # index of the block in the layer
     sites: tuple[Site, ...]
     inputs: int
+    reads: Source
+    is_last: bool  # of its block, whose output it computes
+
+    @property
+    def shape(self) -> "GroupShape":
+        return GroupShape(self.index, self.inputs, self.widths, self.reads, self.is_last)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -284,7 +308,8 @@ class LayerPlan:
         groups: list[Group] = []
         linear, index = 0, 0
         for block_index, block in enumerate(self.blocks):
-            for linears in block.body.linear_groups:
+            steps = block.body.linear_groups
+            for step, linears in enumerate(steps):
                 sites = []
                 for one in linears:
                     for part_index, part in enumerate(one.parts):
@@ -292,7 +317,9 @@ class LayerPlan:
                         sites.append(Site(*place, inputs=one.inputs, outputs=part.outputs))
                         index += 1
                     linear += 1
-                groups.append(Group(len(groups), block_index, tuple(sites), linears[0].inputs))
+                reads: Source = "body" if step else block.reads
+                is_last = step == len(steps) - 1
+                groups.append(Group(len(groups), block_index, tuple(sites), linears[0].inputs, reads, is_last))
         return tuple(groups)
 
     @cached_property
@@ -379,6 +406,27 @@ class DecoderPlan:
                 others = () if own is None else (prefix + name.removeprefix(own) for prefix in self.adapter_prefixes)
                 modules |= dict.fromkeys((name, *others), (layer, index))
         return modules
+
+    @cached_property
+    def group_shapes(self) -> tuple[GroupShape, ...]:
+        """The different shapes of groups, in the order of use."""
+        return tuple(dict.fromkeys(group.shape for layer in self.layers for group in layer.groups))
+
+    @cached_property
+    def shapes_of_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The index in `group_shapes` of each group, by layer and by group."""
+        numbers = {shape: number for number, shape in enumerate(self.group_shapes)}
+        return tuple(tuple(numbers[group.shape] for group in layer.groups) for layer in self.layers)
+
+    @cached_property
+    def attention_inputs(self) -> frozenset[int]:
+        """The group shapes with q, k and v, which most adapters change alone."""
+        return frozenset(
+            shape
+            for layer, shapes in zip(self.layers, self.shapes_of_groups, strict=True)
+            for group, shape in zip(layer.groups, shapes, strict=True)
+            if isinstance(layer.blocks[group.block].body, Attention) and not group.is_last
+        )
 
     @cached_property
     def most_sites(self) -> int:

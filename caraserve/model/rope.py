@@ -1,4 +1,4 @@
-"""Rotary embedding: frequencies from a configuration, and tables of cos and sin.
+"""Positions: rotary frequencies from a configuration, tables of cos and sin, growth of q, slopes of ALiBi.
 
 The arithmetic is fp32 in the order that transformers uses, so that angles at long positions agree.
 """
@@ -23,6 +23,23 @@ def rope_tables(rope: Rope, positions: int) -> tuple[Floats, Floats]:
     angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies[None, :]
     factor = np.float32(rope.factor)
     return np.cos(angles) * factor, np.sin(angles) * factor
+
+
+def growth_of_q(rope: Rope, positions: int) -> Floats | None:
+    """Returns the factor of q at each position, `[positions]`, None if q does not grow."""
+    if rope.q_growth is None:
+        return None
+    beta, length = rope.q_growth
+    return (1 + beta * np.log1p(np.arange(positions) // length)).astype(np.float32)
+
+
+def alibi_slopes(heads: int) -> Floats:
+    """Returns each head's slope: powers of 2^(-8/n) for n = the largest power of two up to `heads`, then the odd powers
+    of its root."""
+    whole = 2 ** int(math.log2(heads))
+    exponents = [8 / whole * (head + 1) for head in range(whole)]
+    exponents += [4 / whole * (2 * head + 1) for head in range(heads - whole)]
+    return (2.0 ** -np.array(exponents)).astype(np.float32)
 
 
 def rope_of(config: Mapping[str, Any], head_dim: int, max_position: int, theta: float = DEFAULT_THETA) -> Rope:

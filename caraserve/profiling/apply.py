@@ -21,7 +21,6 @@ from caraserve.core.machine_profile import (
 from caraserve.errors import ConfigError
 from caraserve.lora.start_policy import StartPolicy
 from caraserve.model.plan import DecoderPlan, LayerPlan
-from caraserve.model.spec import ModelSpec
 from caraserve.profiling.measure import measure, measure_alone, model_key
 from caraserve.profiling.microbench import target_sets
 
@@ -38,7 +37,7 @@ _WORKER_START_S, _QUICK_WORKER_START_S = 20.0, 0.5  # wait for workers before th
 
 def prepare_machine(
     backend: "ServingBackend",
-    spec: ModelSpec,
+    plan: DecoderPlan,
     model: ModelConfig,
     engine: EngineConfig,
     lora: LoraConfig,
@@ -54,11 +53,11 @@ def prepare_machine(
     None, and no workers, if neither the loading mode nor routing (`for_routing`) needs a profile. `advance` is called a
     hundred times during a measurement. Raises ConfigError if the file of --profile is not a valid profile."""
     profile = None
-    dtype = spec.dtype if model.dtype == "auto" else model.dtype
+    dtype = plan.dtype if model.dtype == "auto" else model.dtype
     if lora.mode.needs_profile or for_routing:
         try:
             padded = backend.pads_to_largest_rank
-            key = machine_key(backend.accelerator), model_key(spec, dtype, engine.cpu_threads, padded=padded)
+            key = machine_key(backend.accelerator), model_key(plan, dtype, engine.cpu_threads, padded=padded)
             path = lora.profile or default_path(*key)
             profile = _load(path, required=lora.profile is not None)
             if profile is not None:
@@ -66,10 +65,10 @@ def prepare_machine(
             backend.start_workers(lambda rank: _UNPROFILED_SLICE_TOKENS)
             if profile is None:
                 progress = _in_hundredths(advance)
-                profile = make_profile(backend, spec, dtype, engine.cpu_threads, quick=True, progress=progress)
+                profile = make_profile(backend, plan, dtype, engine.cpu_threads, quick=True, progress=progress)
                 _keep(profile, path)
             elif lora.profile is None and profile.handoff_ms is None and len(backend.workers) > 0:
-                handoff_ms = measure_alone(backend, spec, dtype, lambda: _handoff_ms(backend, quick=True))
+                handoff_ms = measure_alone(backend, plan, dtype, lambda: _handoff_ms(backend, quick=True))
                 if handoff_ms is not None:
                     profile = replace(profile, handoff_ms=handoff_ms)
                     _keep(profile, path)
@@ -100,7 +99,7 @@ def _check_kernel(profile: Profile, path: Path, lora: LoraConfig) -> None:
 
 def make_profile(
     backend: "ServingBackend",
-    spec: ModelSpec,
+    plan: DecoderPlan,
     dtype: str,
     threads: int | None,
     *,
@@ -111,7 +110,7 @@ def make_profile(
 
     return measure(
         backend,
-        spec,
+        plan,
         quick=quick,
         progress=progress,
         measure_handoff=(lambda: _handoff_ms(backend, quick=quick)) if len(backend.workers) > 0 else None,
@@ -137,7 +136,9 @@ def _handoff_ms(backend: "ServingBackend", *, quick: bool) -> float | None:
     return None
 
 
-def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile | None, lora: LoraConfig) -> StartPolicy:
+def loading_rules(
+    backend: "ServingBackend", plan: DecoderPlan, profile: Profile | None, lora: LoraConfig
+) -> StartPolicy:
     """Returns the loading policy on this machine. Without a profile, another mode takes the place of one that needs
     it, because it cannot be predicted when a layer will be needed; other modes predict nothing."""
     profile = profile if lora.mode.needs_profile else None
@@ -153,15 +154,15 @@ def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile |
             )
     return StartPolicy(
         mode=mode,
-        layers=spec.layers,
+        layers=len(plan.layers),
         link_bytes_per_s=bytes_per_s if lora.emulate_link_mb_per_s is None else lora.emulate_link_mb_per_s * 1e6,
         costs=profile,
         workers=len(backend.workers),
         handoff_ms=handoff_ms,
         shared_cores=backend.shares_cores,
-        delta_bytes=delta_bytes(spec.plan, backend.delta_itemsize),
-        attention_targets=frozenset(target_sets(spec.plan)["qkv"]),
-        hand_offs=spec.plan.most_groups,
+        delta_bytes=delta_bytes(plan, backend.delta_itemsize),
+        attention_targets=frozenset(target_sets(plan)["qkv"]),
+        hand_offs=plan.most_groups,
         pipeline_groups=lora.pipeline_groups,
         tokens_per_worker=_tokens_per_worker(profile, lora.tokens_per_cpu),
     )

@@ -13,7 +13,6 @@ from caraserve.cpu.kernels import RANK_GROUP, STORE, lora_expand, lora_shrink
 from caraserve.cpu.structs import LORA_ENTRY, word
 from caraserve.cpu.tiles import call_by_address
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.spec import ModelSpec, as_plan
 from caraserve.util.units import align_up, ceil_div
 
 _call8, _call9 = call_by_address(8), call_by_address(9)
@@ -42,10 +41,8 @@ class LayerLora:
     `x` is [tokens, widest padded input]; `y` is [tokens, widest padded output], overwritten by each module.
     """
 
-    def __init__(
-        self, model: ModelSpec | DecoderPlan, adapter: HostAdapter, targets: Collection[str], tokens: int
-    ) -> None:
-        spec, layers = adapter.spec, as_plan(model).layers
+    def __init__(self, plan: DecoderPlan, adapter: HostAdapter, targets: Collection[str], tokens: int) -> None:
+        spec, layers = adapter.spec, plan.layers
         spans = [span for span in spec.spans if layers[span.layer].linears[span.linear].target in targets]
         sites = [layers[span.layer].sites[span.site] for span in spans]
         shapes = [(site.inputs, site.outputs) for site in sites]

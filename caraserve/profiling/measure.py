@@ -19,7 +19,6 @@ from caraserve.core.lora_layout import ALIGN_BYTES, HostAdapter, aligned_bytes
 from caraserve.errors import ConfigError
 from caraserve.model.dtype import DTYPES, Dtype
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.spec import ModelSpec, as_plan
 from caraserve.profiling.microbench import (
     MeasuredBackend,
     Measurement,
@@ -90,9 +89,9 @@ class _Measurements:
         return sorted(measurements, key=lambda measurement: not measurement.is_needed)
 
 
-def model_key(model: ModelSpec | DecoderPlan, dtype: str, threads: int | None = None, *, padded: bool = False) -> str:
+def model_key(plan: DecoderPlan, dtype: str, threads: int | None = None, *, padded: bool = False) -> str:
     """Returns the key of a model in profiles: its shape, its weights' dtype, the threads if set, and the kernels."""
-    plan = as_plan(model)
+
     attention, last = next(plan.attentions), plan.layers[0].linears[-1]
     shape = (
         f"{plan.family}-{len(plan.layers)}x{plan.hidden}-heads{attention.heads}-{attention.kv_heads}"
@@ -103,7 +102,7 @@ def model_key(model: ModelSpec | DecoderPlan, dtype: str, threads: int | None = 
 
 def measure(
     backend: Backend,
-    model: ModelSpec | DecoderPlan,
+    plan: DecoderPlan,
     *,
     quick: bool,
     progress: Callable[[float], None],
@@ -121,7 +120,7 @@ def measure(
     """
     started_s = time.monotonic()
     effort = _QUICK if quick else _Effort()
-    plan = as_plan(model)
+
     dtype = dtype or plan.dtype
     device = MeasuredBackend(backend)
     images = _host_images(device, plan, DTYPES[dtype], effort.ranks)
@@ -162,11 +161,11 @@ def measure(
 
 
 def measure_alone(
-    backend: Backend, model: ModelSpec | DecoderPlan, dtype: str, measure_handoff: Callable[[], float | None]
+    backend: Backend, plan: DecoderPlan, dtype: str, measure_handoff: Callable[[], float | None]
 ) -> float | None:
     """Returns what `measure_handoff` returns with an adapter in slot 1 of an idle backend, and unloads that."""
     device = MeasuredBackend(backend)
-    images = _host_images(device, as_plan(model), DTYPES[dtype], _QUICK.ranks[:1])
+    images = _host_images(device, plan, DTYPES[dtype], _QUICK.ranks[:1])
     with _bound(device, images, replace(_QUICK, adapters=1)):
         return measure_handoff()
 

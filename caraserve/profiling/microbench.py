@@ -18,7 +18,6 @@ from caraserve.core.machine_profile import Targets
 from caraserve.errors import BackendFailed, ConfigError
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.spec import ModelSpec, as_plan
 from caraserve.util.units import ceil_div
 
 _T = TypeVar("_T")
@@ -98,19 +97,18 @@ def target_sets(plan: DecoderPlan) -> dict[Targets, tuple[str, ...]]:
 
 
 def adapter_spec(
-    model: ModelSpec | DecoderPlan, dtype: Dtype, rank: int, layers: int, targets: Collection[str] | None = None
+    plan: DecoderPlan, dtype: Dtype, rank: int, layers: int, targets: Collection[str] | None = None
 ) -> AdapterSpec:
     """Returns the spec of an adapter of the modules of these names, None: of all, in the first `layers` layers."""
-    plan = as_plan(model)
     targets = plan.targets if targets is None else tuple(targets)
     modules = dict.fromkeys(modules_of(plan, targets, layers), (rank, 1.0))
     digest = hashlib.sha256(f"synthetic {dtype.name} {rank} {layers} {targets}".encode()).hexdigest()
     return AdapterSpec.of(plan, dtype, modules, digest)
 
 
-def random_adapter(model: ModelSpec | DecoderPlan, spec: AdapterSpec, memory: NDArray[np.uint8]) -> HostAdapter:
+def random_adapter(plan: DecoderPlan, spec: AdapterSpec, memory: NDArray[np.uint8]) -> HostAdapter:
     """Writes an adapter of random weights, with zero padding, to the front of `memory`."""
-    plan, data = as_plan(model), memory[: spec.num_bytes]
+    data = memory[: spec.num_bytes]
     data[:] = 0
     noise = _bits(np.random.default_rng(spec.rank).standard_normal(1 << 16, np.float32) * _NOISE, spec.dtype)
     for span in spec.spans:

@@ -16,7 +16,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
 from caraserve.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.telemetry.prometheus import family
 from caraserve.tokenizer.adapter_templates import AdapterTemplates
 from caraserve.tokenizer.chat_template import ChatTemplate
@@ -249,7 +249,7 @@ class Tokenizer:
 
 def load_tokenizer(
     folder: Path,
-    spec: ModelSpec,
+    plan: DecoderPlan,
     chat_template: Path | None,
     tool_call_parser: str | None = None,
     *,
@@ -283,7 +283,7 @@ def load_tokenizer(
     template = ChatTemplate.load(folder, settings, chat_template, special_tokens, tool_call_parser)
     info = _info(settings, template)
     return Tokenizer(
-        *(tokenizer, spec.vocab_size, frozenset(ends), template, sampling, info, special_tokens, tool_call_parser),
+        *(tokenizer, plan.vocab_size, frozenset(ends), template, sampling, info, special_tokens, tool_call_parser),
         excludes_unused_tools=excludes_unused_tools,
     )
 

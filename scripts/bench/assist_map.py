@@ -57,7 +57,8 @@ from caraserve.core.machine_profile import (
 )
 from caraserve.lora.start_policy import AwaitedPrefill, StartPolicy
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec, parse_spec
+from caraserve.model.families import plan_of
+from caraserve.model.plan import DecoderPlan
 from caraserve.profiling.microbench import adapter_spec
 from scripts.laboratory.papers.figures import PaperOptions
 from scripts.laboratory.papers.servers import run_modes
@@ -92,28 +93,31 @@ class _Gpu:
     core_flops: float
     core_bytes_per_s: float
 
-    def profile(self, spec: ModelSpec) -> Profile:
+    def profile(self, plan: DecoderPlan) -> Profile:
         """Returns the profile of a model in bfloat16: a prefill reads all weights once, and computes each token."""
-        weights = spec.layers * sum(inputs * outputs for inputs, outputs in map(spec.site_shape, SITES))
-        widths = sum(sum(spec.site_shape(site)) for site in SITES)
+        linears = [linear for layer in plan.layers for linear in layer.linears]
+        weights = sum(linear.inputs * linear.outputs for linear in linears)
+        widths = sum(linear.inputs + linear.outputs for linear in linears)
         ms_per_flop = 1000 / (_COMPUTE_SHARE * self.flops)
         prefill = Prefill(
             (),
             base_ms=1000 * 2 * weights / (_MEMORY_SHARE * self.memory_bytes_per_s),
             per_token_ms=2 * weights * ms_per_flop,
-            per_token_rank_ms=2 * spec.layers * widths * ms_per_flop,
+            per_token_rank_ms=2 * widths * ms_per_flop,
             r2=1.0,
         )
         none = LineFit(0.0, 0.0, 1.0)
         link = _MEMORY_SHARE * self.link_bytes_per_s
-        rates = tuple(self._rate(spec, targets, rank) for targets, rank in product(("qkv", "all"), _RANKS))
+        rates = tuple(self._rate(plan, targets, rank) for targets, rank in product(("qkv", "all"), _RANKS))
         decode = Decode((), none, none, 0.0, 0.0, 0.0, 1.0)
         return Profile(
             SCHEMA, self.name, "llama2-7b", 0.0, False, link, 0.0, ASSUMED_HANDOFF_MS, rates, prefill, decode
         )
 
-    def _rate(self, spec: ModelSpec, targets: str, rank: int) -> LoraRate:
-        values = rank * sum(sum(spec.site_shape(site)) for site in TARGETS[targets])
+    def _rate(self, plan: DecoderPlan, targets: str, rank: int) -> LoraRate:
+        values = rank * sum(
+            one.inputs + one.outputs for one in plan.layers[0].linears if one.target in TARGETS[targets]
+        )
         fixed_ms = 1000 * 2 * values / (_MEMORY_SHARE * self.core_bytes_per_s)
         return LoraRate(rank, targets, _COMPUTE_SHARE * self.core_flops / (2 * values), fixed_ms)  # type: ignore[arg-type]
 
@@ -129,7 +133,7 @@ class _Case:
     """A prompt with a cold adapter on a machine."""
 
     profile: Profile
-    spec: ModelSpec
+    spec: DecoderPlan
     shared_cores: bool  # whether the workers' cores are the device's own
     workers: int
     targets: str
@@ -138,18 +142,18 @@ class _Case:
 
     def saved(self, tokens: int) -> float:
         """Returns the share of the time to the first token that CPU workers save; 0 where `auto` waits."""
-        adapter = adapter_spec(self.spec, Dtype.BF16, self.rank, self.spec.layers, TARGETS[self.targets])
+        adapter = adapter_spec(self.spec, Dtype.BF16, self.rank, len(self.spec.layers), TARGETS[self.targets])
         prefill = AwaitedPrefill(tokens, begins_s=0.0)
         waiting = StartPolicy(
             LOADING_MODES["auto"],
-            self.spec.layers,
+            len(self.spec.layers),
             self.link * self.profile.link_bytes_per_s,
             self.profile,
             handoff_ms=ASSUMED_HANDOFF_MS if self.profile.handoff_ms is None else self.profile.handoff_ms,
             shared_cores=self.shared_cores,
             tokens_per_worker=self.profile.tokens_per_worker,
             attention_targets=frozenset(TARGETS["qkv"]),
-            hand_offs=self.spec.plan.most_groups,
+            hand_offs=self.spec.most_groups,
         )
         ends_s = []
         for policy in (waiting, replace(waiting, workers=self.workers)):
@@ -258,16 +262,16 @@ class _Cell:
         return 1 - self.assisted_ms / self.pipelined_ms
 
 
-def _cells(profile: Profile, spec: ModelSpec, times: float, targets: str, runs: Sequence[Run]) -> Iterator[_Cell]:
+def _cells(profile: Profile, plan: DecoderPlan, times: float, targets: str, runs: Sequence[Run]) -> Iterator[_Cell]:
     ttft_ms: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for run in runs:
         for record in run.records:
             if record.ttft_s is not None:
                 ttft_ms[run.label, record.rank or 0, record.prompt_tokens].append(1000 * record.ttft_s)
-    link = _link_bytes_per_s(profile, spec, times) / profile.link_bytes_per_s
+    link = _link_bytes_per_s(profile, plan, times) / profile.link_bytes_per_s
     for rank, tokens in product(_REPORTED_RANKS, _MEASURED_TOKENS):
         cached, pipelined, assisted, auto = (median(ttft_ms[mode, rank, tokens]) for mode in _MODES)
-        predicted = _Case(profile, spec, True, len(os.sched_getaffinity(0)) - 1, targets, rank, link).saved(tokens)
+        predicted = _Case(profile, plan, True, len(os.sched_getaffinity(0)) - 1, targets, rank, link).saved(tokens)
         count = len(ttft_ms[_MODES[0], rank, tokens])
         yield _Cell(times, targets, rank, tokens, count, cached, pipelined, assisted, auto, predicted)
 
@@ -278,15 +282,15 @@ def _profile_here(folder: Path, file: Path) -> None:
     subprocess.run([sys.executable, "-m", "caraserve", *words], check=True)
 
 
-def _link_bytes_per_s(profile: Profile, spec: ModelSpec, times: float) -> float:
+def _link_bytes_per_s(profile: Profile, plan: DecoderPlan, times: float) -> float:
     """Returns the speed of a link on which a load of rank 64 on q, k and v takes `times` prefills of 128 tokens."""
-    adapter = adapter_spec(spec, Dtype.F16, 64, spec.layers, TARGETS["qkv"])
+    adapter = adapter_spec(plan, Dtype.F16, 64, len(plan.layers), TARGETS["qkv"])
     return adapter.num_bytes / (times * profile.prefill_ms(128, 0) / 1000)
 
 
-def _spec(model: str) -> ModelSpec:
+def _spec(model: str) -> DecoderPlan:
     config = llama_config(SHAPES[model], max_position=4096)
-    return parse_spec(config | {"bos_token_id": 0, "eos_token_id": None, "tie_word_embeddings": False})
+    return plan_of(config | {"bos_token_id": 0, "eos_token_id": None, "tie_word_embeddings": False})
 
 
 def _print(one: _Map, names: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ from caraserve.config import EngineConfig, LoraConfig, ModelConfig
 from caraserve.core.request import GenerateRequest, SamplingParams
 from caraserve.engine.token_stream import TokenStream
 from caraserve.loop import Engine
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.serve import build_engine
 from caraserve.util.units import human_bytes
 
@@ -137,7 +137,7 @@ async def _run_cases(
     used: Sequence[Sequence[str | None]],
     sides: Mapping[str, Side],
     args: argparse.Namespace,
-    spec: ModelSpec,
+    plan: DecoderPlan,
 ) -> None:
     """Runs all cases `repeats` times after one warm-up, and adds the measurements to them.
 
@@ -152,7 +152,7 @@ async def _run_cases(
     for turn in track(range(args.repeats + 1), "measuring", console=console, disable=not console.is_terminal):
         for index, (case, adapters) in enumerate(zip(cases, used, strict=True)):
             rng = np.random.default_rng(1000 * index + turn)  # no two prompts share a prefix: no prefix cache helps
-            sent = [(rng.integers(2, spec.vocab_size, args.prompt_tokens).tolist(), name) for name in adapters]
+            sent = [(rng.integers(2, plan.vocab_size, args.prompt_tokens).tolist(), name) for name in adapters]
             answers = {name: await sides[name](sent) for name in sorted(sides, reverse=bool(turn % 2))}
             if turn == 0:
                 continue

@@ -42,10 +42,10 @@ from caraserve.http.dispatch import ANSWERING_QUESTION
 from caraserve.lora.manifest import ChunkHasher, identified, manifest_of
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.digest import model_digest
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 from caraserve.util.hybrid_clock import hlc_of
 
-SPEC = load_spec(demo.model_folder())
+SPEC = load_plan(demo.model_folder())
 NAMED = b"HTTP/1.1 %b\r\nX-CaraServe-Instance: 0\r\n"
 JSON, STREAM, BYTES = [
     NAMED % b"200 OK" + b"Content-Type: %b\r\n" % of for of in (b"application/json", b"text/event-stream", b"x/y")

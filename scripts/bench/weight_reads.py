@@ -28,13 +28,13 @@ from caraserve.cpu.weight_memory import huge_pages
 from caraserve.gpu.memory.weight_transfer import WeightTransfer
 from caraserve.gpu.weights import load
 from caraserve.model.folder_reader import FolderReader, StoredTensor
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from scripts.laboratory.gpu.null_device import null_device
 
 _THREADS = (1, 2, 4, 8)
 _STAGING_BYTES = 32 << 20
 _CONTEXT = 64
-Read = Callable[[ModelSpec, Sequence[StoredTensor]], None]
+Read = Callable[[DecoderPlan, Sequence[StoredTensor]], None]
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
     print(json.dumps({"machine": machine(), "versions": versions(), "gb_per_s": found}))
 
 
-def _measure(spec: ModelSpec, folder: Path, rounds: int, state: str) -> dict[str, float]:
+def _measure(plan: DecoderPlan, folder: Path, rounds: int, state: str) -> dict[str, float]:
     """Returns GB/s by way, with the file in the page cache or only on disk."""
     ways: dict[str, Read] = {"one tensor after another": _one_after_another}
     ways |= {f"{count} threads": partial(_with_threads, count) for count in _THREADS}
@@ -62,7 +62,7 @@ def _measure(spec: ModelSpec, folder: Path, rounds: int, state: str) -> dict[str
     for _ in range(rounds):
         for way, read in ways.items():
             _set_state(folder / WEIGHTS_NAME, state)
-            speeds[way].append(_gb_per_s(spec, folder, read))
+            speeds[way].append(_gb_per_s(plan, folder, read))
     for way, measured in speeds.items():
         print(f"{state:10}  {way:24}  {'  '.join(f'{speed:6.2f}' for speed in measured)} GB/s", flush=True)
     return {way: median(measured) for way, measured in speeds.items()}
@@ -78,21 +78,21 @@ def _set_state(file: Path, state: str) -> None:
                 pass
 
 
-def _gb_per_s(spec: ModelSpec, folder: Path, read: Read) -> float:
+def _gb_per_s(plan: DecoderPlan, folder: Path, read: Read) -> float:
     found: list[StoredTensor] = []
     with FolderReader(folder) as reader:
 
         def find(name: str, target: torch.Tensor) -> None:
             found.append(reader.find(name, tuple(target.shape)))
 
-        load(spec, torch.bfloat16, _CONTEXT, torch.device("meta"), find)
+        load(plan, torch.bfloat16, _CONTEXT, torch.device("meta"), find)
         started_s = time.perf_counter()
-        read(spec, found)
+        read(plan, found)
         seconds = time.perf_counter() - started_s
     return sum(tensor.num_bytes for tensor in found) / seconds / 1e9
 
 
-def _one_after_another(spec: ModelSpec, tensors: Sequence[StoredTensor]) -> None:
+def _one_after_another(plan: DecoderPlan, tensors: Sequence[StoredTensor]) -> None:
     pinned = cycle([huge_pages(_STAGING_BYTES) for _ in range(2)])
     for tensor in tensors:
         values = tensor.file.raw(tensor.name).reshape(-1).view("uint8")
@@ -101,10 +101,10 @@ def _one_after_another(spec: ModelSpec, tensors: Sequence[StoredTensor]) -> None
             next(pinned)[: len(piece)] = piece
 
 
-def _with_threads(threads: int, spec: ModelSpec, tensors: Sequence[StoredTensor]) -> None:
+def _with_threads(threads: int, plan: DecoderPlan, tensors: Sequence[StoredTensor]) -> None:
     device = null_device()
     with WeightTransfer(device, tensors, threads=threads) as transfer:
-        load(spec, torch.bfloat16, _CONTEXT, device.device, transfer.fill)
+        load(plan, torch.bfloat16, _CONTEXT, device.device, transfer.fill)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ from caraserve.bench.mode_servers import ModeServers
 from caraserve.bench.modes import ModesOptions, ModeVariant, _Prepared, mode_variants, modes_options
 from caraserve.bench.options import LoadOptions
 from caraserve.bench.servers import Synthetic, make_synthetic
+from caraserve.bench.synthetic import MODULES
 from caraserve.core.backend import Limits, SharedMemory
 from caraserve.gpu.driver.detect import DeviceChoice
 from caraserve.gpu.driver.streams import NOTHING
 from caraserve.gpu.memory.pool import GRANULE_BYTES, DevicePool
 from caraserve.kv.memory_budget import MemoryBudget
-from caraserve.model.spec import SITES
 
 ADAPTERS, RESIDENT, REPEATS = 40, 10, 4
 MIB, GIB = 1 << 20, 1 << 30
@@ -155,7 +155,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def made(folder: Path, *serve: str) -> Synthetic:
-    return make_synthetic(folder / "_".join(serve or ["auto"]), "10M", "float32", 64, (8, 16), SITES, serve)
+    return make_synthetic(folder / "_".join(serve or ["auto"]), "10M", "float32", 64, (8, 16), MODULES, serve)
 
 
 def test_a_gpus_pool_of_that_room_takes_all_adapters_and_its_budget_allows_them(tmp_path: Path, gpu: list[str]) -> None:

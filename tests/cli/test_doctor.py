@@ -15,10 +15,9 @@ from caraserve.cli import doctor
 from caraserve.cli.doctor import Configs, Finding, MachineFacts, examine
 from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
-from caraserve.core.quantized_groups import device_bytes
 from caraserve.cpu.kernel_cache import numba_folder
 from caraserve.gpu.driver.detect import Gpu, Installed
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 from caraserve.util.units import human_bytes
 
 GIB = 1 << 30
@@ -143,11 +142,11 @@ def test_quantised_weights_are_counted_as_the_device_stores_them(tmp_path: Path)
     config = json.loads((tmp_path / "config.json").read_text())
     section = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
-    spec = load_spec(tmp_path)
+    spec = load_plan(tmp_path)
     here, gpu = found("model", str(tmp_path)), found("model", str(tmp_path), gpu=A100, packages=ALL)
-    assert here.found.endswith(f"weights of {human_bytes(spec.plan.weight_bytes(2))}, quantised")
-    assert gpu.found.endswith(f"weights of {human_bytes(device_bytes(spec, 2))}, quantised")
-    assert device_bytes(spec, 2) == spec.plan.weight_bytes(2) < 2 * spec.num_parameters
+    assert here.found == gpu.found
+    assert here.found.endswith(f"weights of {human_bytes(spec.weight_bytes(2))}, quantised")
+    assert spec.weight_bytes(2) < 2 * spec.num_parameters
 
 
 def test_adapters_are_counted_and_a_missing_one_is_a_problem() -> None:

@@ -2,13 +2,14 @@
 
 import numpy as np
 
-from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes, lay_out
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes, lay_out, modules_of
 from caraserve.lora.manifest import ChunkHasher, identified
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec, parse_spec
+from caraserve.model.families import plan_of
+from caraserve.model.plan import DecoderPlan
 
-TARGETS = SITES[:3]
-MODEL: ModelSpec = parse_spec(
+TARGETS = ("q_proj", "k_proj", "v_proj")
+MODEL: DecoderPlan = plan_of(
     {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 96,
@@ -23,8 +24,7 @@ MODEL: ModelSpec = parse_spec(
 
 def image(rank: int = 8, seed: int = 0) -> HostAdapter:
     """Returns an image of random bytes; equal arguments give equal images."""
-    modules = {(layer, site): (rank, 2.0) for layer in range(MODEL.layers) for site in TARGETS}
-    spans, layer_ends = lay_out(MODEL, Dtype.F32, modules)
+    spans, layer_ends = lay_out(MODEL, Dtype.F32, dict.fromkeys(modules_of(MODEL, TARGETS), (rank, 2.0)))
     data = aligned_bytes(layer_ends[-1])
     data[:] = np.frombuffer(np.random.default_rng(seed).bytes(data.nbytes), np.uint8)
     hasher = ChunkHasher(layer_ends)

@@ -76,7 +76,7 @@ class PoolInstance:
         loop = asyncio.get_running_loop()
         self._reader = AdapterReader(SPEC, lambda call: loop.call_soon_threadsafe(call) and None)
         room, arena = MemoryBudget(_LIMITS, _MIB), Arena(aligned_bytes(self.host_bytes))
-        loading = StartPolicy(LOADING_MODES["overlapped"], SPEC.layers, 1e9, None)
+        loading = StartPolicy(LOADING_MODES["overlapped"], len(SPEC.layers), 1e9, None)
         self.manager = AdapterManager(
             *(FakeBackend(_LIMITS), room, arena, self._reader.read),
             *(lambda call: loop.call_soon(call) and None, loop.time, loading),

@@ -1,6 +1,7 @@
 """Compares weights with a merged adapter with numpy; they never contain another adapter's."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,17 +19,17 @@ from caraserve.cpu.thread_team import ThreadTeam
 from caraserve.cpu.weight_memory import convert
 from caraserve.cpu.weights import LoadedModel, dummy_reader, load_model
 from caraserve.model.dtype import Dtype, to_float32
+from caraserve.model.families import plan_of
 from caraserve.model.formats import TensorReader, WeightFormat
 from caraserve.model.formats.fp8 import Fp8
 from caraserve.model.formats.int8 import Int8
 from caraserve.model.formats.scaled_codes import Inputs
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.spec import SITES, ModelSpec, module_name, parse_spec
 from caraserve.util.units import align_up
 from tests.plans.made_up import Tensors
 
 DTYPES = (Dtype.F32, Dtype.BF16, Dtype.F16)
-SPEC = parse_spec(
+SPEC = plan_of(
     {
         "model_type": "llama",
         "vocab_size": 64,
@@ -39,10 +40,12 @@ SPEC = parse_spec(
         "num_key_value_heads": 1,
     }
 )
+LINEARS = SPEC.layers[0].linears
+ALL = range(len(LINEARS))
 SLOT = 2
 SCALE = 1.25
 
-Modules = dict[tuple[int, str], NDArray[np.float64]]
+Modules = dict[tuple[int, int], NDArray[np.float64]]
 
 
 @dataclass
@@ -60,11 +63,11 @@ class Subject:
     def model(self, slot: int = SLOT) -> NDArray[np.void]:
         return self.merged.with_adapter(slot, self.adapters, self.buffers.record, self.lora, self.team.run)
 
-    def panels(self, model: NDArray[np.void], layer: int, site: str) -> NDArray[np.generic]:
+    def panels(self, model: NDArray[np.void], layer: int, site: int) -> NDArray[np.generic]:
         """Returns a module's stored weights, [out, in]."""
-        at = int(model["site"][0]) + SITE.itemsize * (SPEC.plan.most_sites * layer + SITES.index(site))
+        at = int(model["site"][0]) + SITE.itemsize * (SPEC.most_sites * layer + site)
         record = np.frombuffer((ctypes.c_byte * SITE.itemsize).from_address(at), SITE)[0]
-        inputs, outputs = SPEC.site_shape(site)
+        inputs, outputs = LINEARS[site].inputs, LINEARS[site].outputs
         count = align_up(outputs, PANEL) * inputs
         kind = ctypes.c_float if self.dtype is Dtype.F32 else ctypes.c_uint16
         flat = np.ctypeslib.as_array((kind * count).from_address(int(record["weight"])))
@@ -77,23 +80,23 @@ class Zeros(Tensors):
 
 
 def subject(
-    dtype: Dtype = Dtype.F32, threads: int = 2, *, plan: DecoderPlan = SPEC.plan, read: TensorReader | None = None
+    dtype: Dtype = Dtype.F32, threads: int = 2, *, plan: DecoderPlan = SPEC, read: TensorReader | None = None
 ) -> Subject:
-    loaded = load_model(ModelSpec(plan), dtype, 64, read or dummy_reader(0, dtype), lambda: None)
+    loaded = load_model(plan, dtype, 64, read or dummy_reader(0, dtype), lambda: None)
     adapters = DeviceAdapters(SPEC, 4)
-    buffers = Buffers(SPEC.plan, 8, 8, threads, 1 << 16, ())
+    buffers = Buffers(SPEC, 8, 8, threads, 1 << 16, ())
     lora = buffers.lora_record(adapters.addresses())
     return Subject(loaded, dtype, adapters, buffers, lora, ThreadTeam(threads), CpuMergedWeights(loaded, threads))
 
 
-def adapter(rank: int, dtype: Dtype, sites: tuple[str, ...] = SITES, layers: int = 2) -> tuple[CpuImage, Modules]:
+def adapter(rank: int, dtype: Dtype, sites: Sequence[int] = ALL, layers: int = 2) -> tuple[CpuImage, Modules]:
     """Returns an image that has arrived, and what each module adds to the weights, [out, in]."""
     rng, deltas = np.random.default_rng(rank), {}
     spans, ends = lay_out(SPEC, dtype, {(layer, site): (rank, SCALE) for layer in range(layers) for site in sites})
     data = aligned_bytes(ends[-1])
     data[:] = 0
     for span in spans:
-        inputs, outputs = SPEC.site_shape(SITES[span.site])
+        inputs, outputs = LINEARS[span.site].inputs, LINEARS[span.site].outputs
         a = np.zeros((span.padded_rank, align_up(inputs, A_COLUMNS)), np.float32)
         b = np.zeros((span.padded_rank, align_up(outputs, PANEL)), np.float32)
         a[:rank, :inputs] = rng.standard_normal((rank, inputs)) / 8
@@ -101,11 +104,11 @@ def adapter(rank: int, dtype: Dtype, sites: tuple[str, ...] = SITES, layers: int
         a = keep(a, dtype, data[span.a_offset :])
         b = keep(b.reshape(len(b), -1, PANEL).swapaxes(0, 1), dtype, data[span.b_offset :])
         b = b.swapaxes(0, 1).reshape(span.padded_rank, -1)
-        deltas[span.layer, SITES[span.site]] = SCALE * (b.T @ a)[:outputs, :inputs]
-    spec = AdapterSpec(f"{rank} {dtype}", dtype, rank, sites, ends, spans)
+        deltas[span.layer, span.site] = SCALE * (b.T @ a)[:outputs, :inputs]
+    spec = AdapterSpec(f"{rank} {dtype}", dtype, rank, tuple(SPEC.targets[site] for site in sites), ends, spans)
     image = CpuImage.empty(HostAdapter(spec, data))
     image.data[:] = data
-    image.mark_arrived(SPEC.layers)
+    image.mark_arrived(len(SPEC.layers))
     return image, deltas
 
 
@@ -119,8 +122,8 @@ def keep(values: NDArray[np.float32], dtype: Dtype, at: NDArray[np.uint8]) -> ND
 def check(here: Subject, deltas: Modules) -> None:
     """Checks that every module is the base's plus the adapter's, rounded once, and other modules equal the base's."""
     model = here.model()
-    for layer in range(SPEC.layers):
-        for site in SITES:
+    for layer in range(len(SPEC.layers)):
+        for site in ALL:
             base, merged = here.panels(here.loaded.model, layer, site), here.panels(model, layer, site)
             delta = deltas.get((layer, site))
             if delta is None:
@@ -149,7 +152,7 @@ def test_merged_weights_are_base_plus_adapter(dtype: Dtype, lora_dtype: Dtype, r
 @pytest.mark.parametrize("threads", [1, 3])
 def test_modules_that_the_adapter_lacks_equal_the_base(threads: int) -> None:
     here = subject(threads=threads)
-    image, deltas = adapter(8, Dtype.F32, ("k_proj", "o_proj", "down_proj"), layers=1)
+    image, deltas = adapter(8, Dtype.F32, (1, 3, 6), layers=1)
     here.adapters.bind(SLOT, image)
     check(here, deltas)
     here.team.close()
@@ -159,7 +162,7 @@ def test_an_adapter_with_fewer_modules_leaves_nothing_of_the_previous_one() -> N
     here = subject()
     here.adapters.bind(1, adapter(64, Dtype.F32)[0])
     here.model(1)
-    image, deltas = adapter(8, Dtype.F32, ("q_proj",))
+    image, deltas = adapter(8, Dtype.F32, (0,))
     here.adapters.bind(SLOT, image)
     check(here, deltas)
     here.team.close()
@@ -191,15 +194,15 @@ def test_a_slot_that_is_bound_again_is_merged_again(unbound: bool) -> None:
 @pytest.mark.parametrize("kind", [Fp8(Inputs.KEPT), Int8(Inputs.KEPT)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_in_codes_become_numbers_with_the_adapter_added(kind: WeightFormat, dtype: Dtype) -> None:
-    layers = tuple(layer.with_linears(lambda one: replace(one, format=kind)) for layer in SPEC.plan.layers)
+    layers = tuple(layer.with_linears(lambda one: replace(one, format=kind)) for layer in SPEC.layers)
     read = Tensors()
-    here = subject(dtype, plan=replace(SPEC.plan, layers=layers), read=read)
+    here = subject(dtype, plan=replace(SPEC, layers=layers), read=read)
     image, deltas = adapter(13, Dtype.F32)
     here.adapters.bind(SLOT, image)
     model = here.model()
     for layer, site in deltas:
-        inputs, outputs = SPEC.site_shape(site)
-        base = kind.values(kind.read(read, module_name(layer, site), (outputs, inputs)))
+        linear = SPEC.layers[layer].linears[site]
+        base = kind.values(kind.read(read, linear.module, (linear.outputs, linear.inputs)))
         check_rounded(here.panels(model, layer, site), base + deltas[layer, site], dtype)
     here.team.close()
 
@@ -210,10 +213,10 @@ def test_sums_are_rounded_to_the_nearest_weight_and_ties_to_the_even_one(dtype: 
     """The adapter's products are exact and of all magnitudes, including subnormals. With a base weight of 0, many of
     them lie halfway between two weights."""
     here = subject(dtype, threads=1, read=Zeros() if zero else None)
-    spans, ends = lay_out(SPEC, Dtype.F32, {(0, "q_proj"): (1, 1.0)})
+    spans, ends = lay_out(SPEC, Dtype.F32, {(0, 0): (1, 1.0)})
     data = aligned_bytes(ends[-1])
     data[:] = 0
-    inputs, outputs = SPEC.site_shape("q_proj")
+    inputs, outputs = LINEARS[0].inputs, LINEARS[0].outputs
     rng = np.random.default_rng(0)
     exponents = np.arange(inputs) % 36 - 20  # exponents of what is added, from below the least fp16 to near the largest
     data[spans[0].a_offset :].view(np.float32)[:inputs] = 2.0 ** (exponents - 11)
@@ -224,12 +227,12 @@ def test_sums_are_rounded_to_the_nearest_weight_and_ties_to_the_even_one(dtype: 
     data[spans[0].b_offset :].view(np.float32)[: b.size] = b.reshape(-1)
     image = CpuImage.empty(HostAdapter(AdapterSpec("d", Dtype.F32, 1, ("q_proj",), ends, spans), data))
     image.data[:] = data
-    image.mark_arrived(SPEC.layers)
+    image.mark_arrived(len(SPEC.layers))
     here.adapters.bind(SLOT, image)
     added = np.outer(row[:outputs], 2.0 ** (exponents - 11)).astype(np.float32)
-    base = to_float32(here.panels(here.loaded.model, 0, "q_proj"), dtype)
+    base = to_float32(here.panels(here.loaded.model, 0, 0), dtype)
     expected = convert(base + added, Dtype.F32, dtype)
-    assert here.panels(here.model(), 0, "q_proj").tobytes() == expected.tobytes()
+    assert here.panels(here.model(), 0, 0).tobytes() == expected.tobytes()
     here.team.close()
 
 

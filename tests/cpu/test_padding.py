@@ -19,7 +19,7 @@ RANKS = {1: 8, 2: 16, 3: 64}  # by slot
 def adapters(*, padded: bool = True) -> DeviceAdapters:
     made = DeviceAdapters(SPEC, 4, padded=padded)
     for slot, rank in RANKS.items():
-        spec = adapter_spec(SPEC, Dtype.F16, rank, SPEC.layers, QKV)
+        spec = adapter_spec(SPEC, Dtype.F16, rank, len(SPEC.layers), QKV)
         made.bind(slot, CpuImage.empty(HostAdapter(spec, aligned_bytes(spec.num_bytes))))
     return made
 
@@ -28,14 +28,16 @@ def padded_ranks(rows: list[tuple[int, int]], *, padded: bool = True) -> list[in
     """The rank at which q is computed for each segment of rows, given as (adapter slot, tokens)."""
     scheduled = tuple(ScheduledRow(index, 0, count, slot, samples=False) for index, (slot, count) in enumerate(rows))
     table = adapters(padded=padded)
-    built = build_batch(Batch((), (), scheduled), table, np.full(8, 64), BatchShape(SPEC.layers, 4, 0, traced=False))
+    built = build_batch(
+        Batch((), (), scheduled), table, np.full(8, 64), BatchShape(len(SPEC.layers), 4, 0, traced=False)
+    )
     own = [RANKS[segment.adapter_slot] for segment in built.segments]
     if built.record["padding"][0] == 0:
         return own
-    sites = SPEC.plan.most_sites
-    words = len(own) * SPEC.layers * sites * LORA_ENTRY.itemsize // 8
+    sites = SPEC.most_sites
+    words = len(own) * len(SPEC.layers) * sites * LORA_ENTRY.itemsize // 8
     (padding,) = [array for array in built.arrays if array.size == words]
-    entries = padding.view(LORA_ENTRY).reshape(len(own), SPEC.layers, sites)
+    entries = padding.view(LORA_ENTRY).reshape(len(own), len(SPEC.layers), sites)
     assert (entries["rank"][:, :, 3:] == 0).all(), "modules that no adapter has are not padded"
     assert (entries["rank"][:, 0] == entries["rank"][:, 1]).all()
     return [rank + int(more) for rank, more in zip(own, entries["rank"][:, 0, 0], strict=True)]

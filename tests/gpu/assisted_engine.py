@@ -13,6 +13,7 @@ from caraserve.gpu.assist import chunk_graphs
 from caraserve.gpu.assist.assisted_prefill import AssistedPrefills
 from caraserve.gpu.driver.streams import Lane
 from caraserve.loop import Engine
+from caraserve.model.families import load_plan
 from tests.gpu.host_backend import Host, serving
 from tests.oracle import models
 from tests.oracle.oracle import Oracle
@@ -104,7 +105,7 @@ async def assisted_engine(
     """Yields an engine in which weights are predicted never to arrive, so that idle workers compute every layer.
     `captured`: chunks are graphs; nothing else is."""
     model, adapters, oracle = subject
-    device |= {"graph_bytes": chunk_graphs.expected_bytes(LAYERS) if captured else 0}
+    device |= {"graph_bytes": chunk_graphs.expected_bytes(load_plan(model)) if captured else 0}
     memory = {"device_bytes": 2 * MIB, "host_bytes": 4 * MIB}
     lora = lora_config(adapters, mode="assisted", **memory, lora_cpus=CORES, pipeline_groups=pipeline_groups)
     settings = engine_config(seqs=6, step_tokens=256, kv_bytes=2 * MIB)

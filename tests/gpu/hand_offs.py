@@ -16,6 +16,7 @@ from caraserve.cpu.structs import LORA_ENTRY
 from caraserve.cpu.weight_memory import convert
 from caraserve.gpu.kernels import cuda_launch, work_orders
 from caraserve.model.dtype import Dtype, to_float32
+from caraserve.model.plan import accumulated
 from caraserve.util.units import align_up
 from tests.gpu.emulator import run
 from tests.gpu.lora_case import address, stored
@@ -24,7 +25,8 @@ BY_DEVICE, BY_WORKERS, AWAITED, LOST = range(4)  # enum Outcome
 PATIENCE_NS = 60_000_000_000
 INPUTS, TOKENS = 92, 60  # a row of x is not a whole number of vectors; more tokens than one slice of a worker
 BLOCK_BYTES = handoff.block_bytes(4)
-WIDTHS, RANKS = (140, 64, 100), (24, 0, 8)  # the second projection is not adapted
+WIDTHS = 140, 64, 100
+UNEVEN_WIDTHS = 140, 64, 3, 33, 70, 5
 ARRIVED = 7  # value of the layer's ready word once its weights have arrived
 
 Matrix = NDArray[np.float64]
@@ -49,10 +51,11 @@ def comes_true(condition: Callable[[], bool], seconds: float = PATIENCE_NS / 1e9
 
 
 class HandOff:
-    """Repeats one layer's hand-off of a prompt, each time with other data. `y` is the output of the base model."""
+    """Repeats one layer's hand-off of a prompt, each time with other data. `y` is the output of the base model, where
+    the projections have these widths; the second one is not adapted."""
 
-    def __init__(self, workers: int, activation: Dtype = Dtype.F32) -> None:
-        self.activation = activation
+    def __init__(self, workers: int, widths: tuple[int, ...] = WIDTHS) -> None:
+        self.activation, self.widths = Dtype.F32, widths
         self.region = SharedRegion(1 << 21)
         blocks = self.region.carve(workers * BLOCK_BYTES)
         self.blocks = blocks.reshape(workers, -1).view(np.int64)
@@ -71,17 +74,18 @@ class HandOff:
         self.x_stride = align_up(INPUTS, A_COLUMNS)
         self.host_x, self.wide_x = (self.region.carve(4 * TOKENS * self.x_stride) for _ in range(2))
         self.modules, self.products = self._adapter()
-        self.delta_columns, self.delta_stride = work_orders.delta_columns(WIDTHS)
+        self.delta_columns, self.delta_stride = work_orders.delta_columns(widths)
         self.deltas = [self.region.carve(4 * TOKENS * self.delta_stride) for _ in range(workers)]
-        self.y_columns = (0, 140, 204)
+        self.y_columns = tuple(accumulated(widths))[:-1]
         self.order = np.zeros(work_orders.work_order_bytes(workers) // 8, np.int64)
         self.workers.start()
         assert self.workers.await_all(PATIENCE_NS / 1e9)
         self.workers.keep_awake(True)
 
     def _adapter(self) -> tuple[work_orders.HostModules, list[Matrix]]:
-        rng, entries, products = np.random.default_rng(0), np.zeros((1, len(WIDTHS)), LORA_ENTRY), []
-        for index, (rank, outputs, scale) in enumerate(zip(RANKS, WIDTHS, (0.5, 1.0, 2.0), strict=True)):
+        rng, entries, products = np.random.default_rng(0), np.zeros((1, len(self.widths)), LORA_ENTRY), []
+        for index, outputs in enumerate(self.widths):
+            rank, scale = (24, 0, 8, 24, 16, 8)[index], 0.5 + index / 2
             a, b = np.zeros((rank, self.x_stride)), np.zeros((rank, align_up(outputs, PANEL)))
             a[:, :INPUTS], b[:, :outputs] = rng.standard_normal((rank, INPUTS)), rng.standard_normal((rank, outputs))
             a_data, a = stored(a / 10, Dtype.BF16)
@@ -93,7 +97,7 @@ class HandOff:
                 places.append(self.region.offset(address(room)))
             entries[0, index] = (*places, rank, Dtype.BF16.value, scale)
             products.append(scale * a.T[:INPUTS] @ np.concatenate(list(b), axis=1)[:, :outputs])
-        return work_orders.HostModules(entries, WIDTHS), products
+        return work_orders.HostModules(entries, self.widths), products
 
     def begin(self, seed: int = 0, deadline_ns: int = PATIENCE_NS, *, rings: bool = True, asks: bool = True) -> None:
         """Makes new x and y and the next work order, which is not published yet. `rings`: uses x_flag and y_flag;
@@ -102,7 +106,7 @@ class HandOff:
         self.number += 1
         self.generation = (self.generation + 1) % (1 << 32)
         self.words.status[0] = (self.generation - 1) % (1 << 32)
-        step, shape = self.activation.storage, (TOKENS, align_up(sum(WIDTHS), A_COLUMNS))
+        step, shape = self.activation.storage, (TOKENS, align_up(sum(self.widths), A_COLUMNS))
         self.x = convert(rng.standard_normal((TOKENS, self.x_stride)).astype(np.float32), Dtype.F32, self.activation)
         self.x[:, INPUTS:] = np.frombuffer(b"\xff" * step.itemsize, step)[0]  # NaN
         self.y = convert(rng.standard_normal(shape).astype(np.float32), Dtype.F32, self.activation)
@@ -144,15 +148,15 @@ class HandOff:
         return int(self.outcome[0])
 
     def add(self, grid: int = 2) -> None:
-        y = cuda_launch.ActivationRows(address(self.y), self.y.shape[1], sum(WIDTHS))
-        places = cuda_launch.Projections(self.y_columns, WIDTHS)
+        y = cuda_launch.ActivationRows(address(self.y), self.y.shape[1], sum(self.widths))
+        places = cuda_launch.Projections(self.y_columns, self.widths)
         order, outcome = address(self.order), address(self.outcome)
         run(cuda_launch.add(grid, order, outcome, y, places, self.delta_stride, self.delta_columns), self.activation)
 
     def expected(self) -> Matrix:
         """Returns y with the LoRA of the present x, in fp64."""
         y, x = self.exact(self.before), self.exact(self.x[:, :INPUTS])
-        for column, outputs, product in zip(self.y_columns, WIDTHS, self.products, strict=True):
+        for column, outputs, product in zip(self.y_columns, self.widths, self.products, strict=True):
             y[:, column : column + outputs] += x @ product
         return y
 

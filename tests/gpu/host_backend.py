@@ -30,7 +30,7 @@ from caraserve.gpu.memory.pool import DevicePool
 from caraserve.loop import Engine
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 from tests.gpu.host_device import host_device
 from tests.gpu.host_driver import HostDriver
 from tests.serving import running
@@ -148,7 +148,7 @@ def alone(
 ) -> Iterator[Host]:
     """Yields a backend without an engine, with memory for about four adapters. `kernels` returns what launches the raw
     kernels, instead of what it is given."""
-    spec = load_spec(folder)
+    spec = load_plan(folder)
     device, driver = host_device(Dtype.F32, seed, last)
     device = replace(device, kernels=kernels(device.kernels, driver))
     fields: dict[str, Any] = {
@@ -174,7 +174,7 @@ def alone(
 
 def host_tier(host: Host, folders: Mapping[str, Path], model: Path) -> dict[str, HostAdapter]:
     """Puts adapters into the backend's host memory, one after another."""
-    spec, at, found = load_spec(model), 0, {}
+    spec, at, found = load_plan(model), 0, {}
     for name, folder in folders.items():
         num_bytes = inspect_adapter(folder, spec).num_bytes
         found[name] = read_adapter(folder, spec, host.backend.host_memory[at : at + num_bytes])

@@ -31,7 +31,8 @@ def address(array: NDArray[np.generic]) -> int:
 @dataclass(slots=True)
 class LoraCase:
     """A case. `ranks`: [projections][slots], slot 0 is the base model; `padded_to`: rank at which every slot is stored,
-    or 0; `most_rank`: that a batch computes, stored rank rows beyond it are NaN."""
+    or 0; `most_rank`: that a batch computes, stored rank rows beyond it are NaN; `step`: a projection's first column is
+    the next multiple of it."""
 
     inputs: int
     outputs: tuple[int, ...]
@@ -40,6 +41,7 @@ class LoraCase:
     activation: Dtype = Dtype.F32
     padded_to: int = 0
     most_rank: int = MAX_RANK
+    step: int = 4
     seed: int = 0
     products: dict[tuple[int, int], NDArray[np.float64]] = field(default_factory=dict)
     _kept: list[NDArray[np.generic]] = field(default_factory=list)
@@ -83,7 +85,10 @@ class LoraCase:
         x and y are rounded to the activations' dtype; the bytes after each row of x are NaN.
         """
         rows, step = len(row_slots), self.activation.storage.itemsize
-        x_stride, starts = align_up(self.inputs, A_COLUMNS), np.cumsum([0, *(align_up(n, 4) for n in self.outputs)])
+        x_stride, starts = (
+            align_up(self.inputs, A_COLUMNS),
+            np.cumsum([0, *(align_up(n, self.step) for n in self.outputs)]),
+        )
         y_stride = align_up(int(starts[-1]), A_COLUMNS)
         x_data, y_data = (aligned_bytes(rows * stride * step) for stride in (x_stride, y_stride))
         x_data[:] = y_data[:] = NO_NUMBER

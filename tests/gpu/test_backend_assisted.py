@@ -14,11 +14,10 @@ from caraserve.gpu.assist import assisted_prefill
 from caraserve.gpu.assist.assisted_prefill import AssistedPrefills
 from caraserve.gpu.driver.streams import Lane, Timelines
 from caraserve.gpu.forward import iteration
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 from tests.fake_grammar import FakeGrammar
 from tests.gpu.assisted_engine import LAYERS, PATIENCE_S, TOKENS, assisted_engine, prompt_of
 from tests.gpu.host_backend import NO_NUMBER, hold_second_copy, note_calls, on_a_loop
-from tests.oracle import models
 from tests.oracle.subject import Subject
 from tests.oracle.vectors import vectors_of_tokens, with_vectors
 from tests.serving import embed, submit
@@ -318,8 +317,7 @@ async def test_a_cancelled_assisted_prefill_leaves_nothing_behind(subject: Subje
 
 @on_a_loop
 async def test_workers_answers_count_as_in_flight_until_the_chunk_has_ended(subject: Subject) -> None:
-    spec = load_spec(subject[0])
-    outputs = sum(spec.site_shape(site)[1] for site in models.ALL_TARGETS)
+    outputs = sum(linear.outputs for linear in load_plan(subject[0]).layers[0].linears)
 
     async with assisted_engine(subject) as at:
         queue = at.host.parts.context.queue

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 import pytest
 
 from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart, StepResult
-from caraserve.core.lora_layout import GROUPS, HostAdapter
+from caraserve.core.lora_layout import HostAdapter
 from caraserve.gpu.driver.launch import Launch
 from caraserve.gpu.driver.streams import Lane
 from tests.gpu.host_backend import PATIENCE_S, Host, alone, host_tier
@@ -154,7 +154,8 @@ def test_a_chunk_that_workers_help_with_takes_one_call_for_all_layers(calls: Cal
     loaded, prompt = calls.load(3), prompts([3])
     helped = replace(prompt, rows=(replace(prompt.rows[0], assist=True),), is_side_batch=True)
     made, done = calls.launch(helped)
-    assert calls.host.backend.slices_handed_off == calls.host.parts.spec.layers * len(GROUPS)
+    plan = calls.host.parts.plan
+    assert calls.host.backend.slices_handed_off == sum(len(layer.groups) for layer in plan.layers)
     finished(done)
     calls.host.driver.held = set()
     assert loaded.get(timeout=PATIENCE_S) is None

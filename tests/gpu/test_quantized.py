@@ -14,18 +14,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from caraserve.core.lora_layout import GROUPS
-from caraserve.core.quantized_groups import device_bytes
 from caraserve.errors import ConfigError
 from caraserve.gpu.checkpoint import load_checkpoint
 from caraserve.gpu.linear import quantized as quantized_linear
 from caraserve.gpu.linear.base import Linear, RoundedRows
 from caraserve.gpu.linear.dense import DenseLinear
+from caraserve.gpu.linear.formats import MixedLinear
+from caraserve.gpu.linear.int8 import Int8Linear
 from caraserve.gpu.linear.quantized import QuantizedLinear
-from caraserve.gpu.weights import Weights, columns_of, dummy, load
+from caraserve.gpu.weights import Weights, dummy, load, num_bytes
 from caraserve.model.dtype import Code
+from caraserve.model.families import load_plan, plan_of
+from caraserve.model.formats.fp8 import Fp8
+from caraserve.model.formats.int8 import Int8
 from caraserve.model.formats.scaled_codes import Inputs
-from caraserve.model.spec import ModelSpec, load_spec, module_name, parse_spec
+from caraserve.model.plan import DecoderPlan
 from tests.gpu.host_backend import GRANULE_BYTES, serving
 from tests.gpu.host_device import host_device
 from tests.gpu.small_model import CONFIG
@@ -56,7 +59,9 @@ def test_answers_are_those_of_rounded_inputs_and_dequantised_weights(kind: str, 
     plain = dequantize(folder, tmp_path / "plain")
     adapters = make_adapters(tmp_path, plain, {name: ADAPTERS[name] for name in ("r8", "r13")})
     oracle, rng = Oracle(plain, adapters), random.Random(kind)
-    has_kept_inputs = load_spec(folder).quantization.groups[0][1].inputs is Inputs.KEPT
+    has_kept_inputs = any(
+        linear.format in (Fp8(Inputs.KEPT), Int8(Inputs.KEPT)) for linear in load_plan(folder).layers[1].linears
+    )
     if not has_kept_inputs:
         quantize_inputs(oracle._model, folder, KINDS[kind])
     asked = [(prompt_of(rng, tokens), name) for tokens in (1, 30) for name in (None, *adapters)]
@@ -75,33 +80,39 @@ def test_answers_are_those_of_rounded_inputs_and_dequantised_weights(kind: str, 
         assert bool((logits.amax(1) - chosen < (1e-4 if has_kept_inputs else TIE_MARGIN)).all())
 
 
-def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec, Weights]:
-    spec = load_spec(folder)
-    return spec, load_checkpoint(
-        folder, host_device()[0], partial(load, spec, dtype, 32), quantization=spec.quantization
-    )[0]
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[DecoderPlan, Weights]:
+    plan = load_plan(folder)
+    return plan, load_checkpoint(folder, host_device()[0], partial(load, plan, dtype, 32))[0]
 
 
-def linears(weights: Weights) -> Iterator[tuple[int, int, Linear]]:
-    """Yields (layer, module group, linear)."""
-    for index, layer in enumerate(weights.layers):
-        for group, linear in enumerate(layer.linears):
-            yield index, group, linear
+def linears(weights: Weights) -> list[Linear]:
+    """Returns the linears of all groups."""
+    return [linear for layer in weights.layers for linear in layer.linears]
+
+
+def modules(plan: DecoderPlan) -> Iterator[tuple[tuple[str, slice], ...]]:
+    """Yields the modules of each group, and their rows of its weights."""
+    for layer in plan.layers:
+        for group in layer.groups:
+            columns = zip(group.sites, group.columns(), strict=True)
+            yield tuple(
+                (layer.linears[site.linear].module, slice(column, column + site.outputs)) for site, column in columns
+            )
 
 
 def quantised(weights: Weights) -> list[QuantizedLinear]:
-    return [linear for _, _, linear in linears(weights) if isinstance(linear, QuantizedLinear)]
+    return [linear for linear in linears(weights) if isinstance(linear, QuantizedLinear)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_stay_quantised_on_the_device(kind: str, source: Path, tmp_path: Path) -> None:
     folder = quantize(source, tmp_path / "quantised", KINDS[kind])
     stored, plain = load_file(folder / "model.safetensors"), dequantize(folder, tmp_path / "plain")
-    spec, weights = loaded(folder)
+    plan, weights = loaded(folder)
     numbers = load_file(plain / "model.safetensors")
-    for layer, group, linear in linears(weights):
-        for site, column, width in zip(GROUPS[group], *columns_of(spec, group), strict=True):
-            rows, module = slice(column, column + width), module_name(layer, site)
+    for linear, group in zip(linears(weights), modules(plan), strict=True):
+        assert isinstance(linear, QuantizedLinear | DenseLinear)
+        for module, rows in group:
             wanted = numbers[f"{module}.weight"]
             if isinstance(linear, QuantizedLinear):
                 assert torch.equal(linear.weight[rows].view(torch.uint8), stored[f"{module}.weight"].view(torch.uint8))
@@ -111,30 +122,36 @@ def test_weights_stay_quantised_on_the_device(kind: str, source: Path, tmp_path:
                 assert torch.equal(linear.weight[rows], wanted)
             if linear.bias is not None:
                 assert torch.equal(linear.bias[rows], numbers[f"{module}.bias"])
-    is_quantised = [isinstance(linear, QuantizedLinear) for _, _, linear in linears(weights)]
+    is_quantised = [isinstance(linear, QuantizedLinear) for linear in linears(weights)]
     # Of the partly quantised one o of the first layer, and gate, up and down of the second are not.
     assert is_quantised == ([True, False, True, True, True, True, False, False] if "partly" in kind else [True] * 8)
 
 
-def test_modules_of_one_input_that_are_not_all_quantised_are_dequantised(source: Path, tmp_path: Path) -> None:
+def test_each_module_of_a_group_keeps_its_format(source: Path, tmp_path: Path) -> None:
     folder = quantize(source, tmp_path / "quantised", replace(KINDS["int8"], ignored="lm_head|0.self_attn.k_proj"))
     config = (folder / "config.json").read_text().replace('["lm_head"]', '["lm_head", "re:.*0.self_attn.k_proj"]')
     (folder / "config.json").write_text(config)
-    _, weights = loaded(folder)
+    plan, weights = loaded(folder)
     numbers = load_file(dequantize(folder, tmp_path / "plain") / "model.safetensors")
-    qkv = weights.layers[0].linears[0]
-    assert isinstance(qkv, DenseLinear)
-    wanted = torch.cat([numbers[f"{module_name(0, site)}.weight"] for site in GROUPS[0]])
-    assert torch.equal(qkv.weight, wanted)
-    assert len(quantised(weights)) == 7
+    mixed, group = weights.layers[0].linears[0], next(modules(plan))
+    assert isinstance(mixed, MixedLinear)
+    assert [type(linear) for linear, _ in mixed.parts] == [Int8Linear, DenseLinear, Int8Linear]
+    assert [columns for _, columns in mixed.parts] == [rows for _, rows in group]
+    x = torch.randn(3, plan.hidden, generator=torch.Generator().manual_seed(0))
+    out = torch.empty(3, group[-1][1].stop)
+    mixed.apply(x, out, RoundedRows.empty(plan.hidden, 3, CPU))
+    wanted = x @ torch.cat([numbers[f"{module}.weight"] for module, _ in group]).t()
+    wanted += torch.cat([numbers[f"{module}.bias"] for module, _ in group])
+    torch.testing.assert_close(out, wanted, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(out[:, group[1][1]], wanted[:, group[1][1]])
 
 
 def test_the_largest_input_scale_serves_all_modules_of_an_input(source: Path, tmp_path: Path) -> None:
     folder = quantize(source, tmp_path / "quantised", KINDS["fp8-static"])
     stored = load_file(folder / "model.safetensors")
-    _, weights = loaded(folder)
-    for layer, group, linear in linears(weights):
-        scales = [float(stored[f"{module_name(layer, site)}.input_scale"]) for site in GROUPS[group]]
+    plan, weights = loaded(folder)
+    for linear, group in zip(linears(weights), modules(plan), strict=True):
+        scales = [float(stored[f"{module}.input_scale"]) for module, _ in group]
         assert isinstance(linear, QuantizedLinear)
         assert linear.input_scale is not None
         assert float(linear.input_scale) == max(scales)
@@ -165,8 +182,8 @@ def test_products_of_many_rows_are_those_of_few(
         return scaled_mm(x, *arguments, **named)
 
     monkeypatch.setattr(torch, "_scaled_mm", counting)
-    spec, weights = loaded(quantize(source, tmp_path / "quantised", KINDS[kind]), torch.bfloat16)
-    rounded = RoundedRows.empty(spec.intermediate, rows, CPU)
+    plan, weights = loaded(quantize(source, tmp_path / "quantised", KINDS[kind]), torch.bfloat16)
+    rounded = RoundedRows.empty(plan.widest_input, rows, CPU)
     for linear in quantised(weights):
         outputs, inputs = linear.weight.shape
         x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
@@ -186,8 +203,8 @@ def test_products_of_many_rows_are_those_of_few(
 def test_torch_multiplies_no_widths_that_are_not_multiples_of_16(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, weights = loaded(quantize(source, tmp_path / "quantised", KINDS["fp8-per-output"]), torch.bfloat16)
-    rounded, linear = RoundedRows.empty(spec.intermediate, 65, CPU), quantised(weights)[0]
+    plan, weights = loaded(quantize(source, tmp_path / "quantised", KINDS["fp8-per-output"]), torch.bfloat16)
+    rounded, linear = RoundedRows.empty(plan.widest_input, 65, CPU), quantised(weights)[0]
     x = torch.randn(65, linear.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     whole, part = torch.empty(65, len(linear.weight)).bfloat16(), torch.empty(65, 40).bfloat16()
     linear.apply(x, whole, rounded)
@@ -199,20 +216,19 @@ def test_torch_multiplies_no_widths_that_are_not_multiples_of_16(
 
 def test_the_memory_of_quantised_weights_is_counted_exactly() -> None:
     section = compressed("float", None, ignore=("lm_head", "re:.*0.self_attn.v_proj", "re:.*1.mlp"))
-    spec = parse_spec(CONFIG | {"quantization_config": section})
-    weights = load(spec, torch.bfloat16, 32, CPU, dummy(0, CPU))
-    found = {linear.weight.data_ptr(): linear.weight.nbytes for _, _, linear in linears(weights)}
-    assert len(quantised(weights)) == 5
-    total = sum(found.values()) + sum(linear.scale.nbytes for linear in quantised(weights))
-    total += weights.embedding.nbytes + weights.head.weight.nbytes
-    assert total == device_bytes(spec, 2)
-    assert device_bytes(spec, 2) < spec.num_parameters * 2
+    plan = plan_of(CONFIG | {"quantization_config": section})
+    weights = load(plan, torch.bfloat16, 32, CPU, dummy(0, CPU))
+    total = weights.embedding.nbytes + weights.head.weight.nbytes
+    for linear in linears(weights):
+        for part, _ in linear.parts if isinstance(linear, MixedLinear) else ((linear, None),):
+            total += part.weight.nbytes + (part.scale.nbytes if isinstance(part, QuantizedLinear) else 0)
+    assert total == num_bytes(plan, torch.bfloat16) < plan.num_parameters * 2
 
 
 def test_dummy_weights_are_of_plausible_size() -> None:
     for kind in ("fp8-static", "int8"):
-        spec = parse_spec(CONFIG | {"quantization_config": KINDS[kind].section})
-        first, again, other = (load(spec, torch.bfloat16, 32, CPU, dummy(seed, CPU)) for seed in (1, 1, 2))
+        plan = plan_of(CONFIG | {"quantization_config": KINDS[kind].section})
+        first, again, other = (load(plan, torch.bfloat16, 32, CPU, dummy(seed, CPU)) for seed in (1, 1, 2))
         for mine, same, different in zip(quantised(first), quantised(again), quantised(other), strict=True):
             codes, others = (each.weight.view(torch.uint8) for each in (mine, different))
             assert torch.equal(codes, same.weight.view(torch.uint8))

@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from caraserve.core.lora_layout import GROUPS
 from caraserve.errors import ModelLoadError
 from caraserve.gpu.checkpoint import load_checkpoint
+from caraserve.gpu.linear.dense import DenseLinear
 from caraserve.gpu.memory.weight_transfer import WeightTransfer
-from caraserve.gpu.weights import Weights, columns_of, dummy, load, num_bytes, progress_steps
-from caraserve.model.spec import ModelSpec, load_spec, parse_spec
+from caraserve.gpu.weights import Weights, dummy, load, num_bytes, progress_steps
+from caraserve.model.families import load_plan, plan_of
+from caraserve.model.plan import DecoderPlan
 from tests.gpu.host_device import host_device
 from tests.gpu.small_model import CONFIG, SPEC
 from tests.oracle.models import FAMILIES, make_model
@@ -22,9 +23,9 @@ from tests.oracle.models import FAMILIES, make_model
 CPU = torch.device("cpu")
 
 
-def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec, Weights]:
-    spec = load_spec(folder)
-    return spec, load_checkpoint(folder, host_device()[0], partial(load, spec, dtype, 32))[0]
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[DecoderPlan, Weights]:
+    plan = load_plan(folder)
+    return plan, load_checkpoint(folder, host_device()[0], partial(load, plan, dtype, 32))[0]
 
 
 def all_tensors(weights: Weights) -> list[Tensor]:
@@ -35,7 +36,7 @@ def all_tensors(weights: Weights) -> list[Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_of_a_checkpoint_is_loaded_to_its_place(family: str, tmp_path: Path) -> None:
-    spec, weights = loaded(make_model(tmp_path, family))
+    plan, weights = loaded(make_model(tmp_path, family))
     left = load_file(tmp_path / "model.safetensors")
 
     def takes(name: str, found: Tensor) -> None:
@@ -43,22 +44,25 @@ def test_every_tensor_of_a_checkpoint_is_loaded_to_its_place(family: str, tmp_pa
 
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}"
-        for group, (sites, linear) in enumerate(zip(GROUPS, layer.linears, strict=True)):
-            for site, column, width in zip(sites, *columns_of(spec, group), strict=True):
-                name = f"{prefix}.{'mlp' if group > 1 else 'self_attn'}.{site}"
-                takes(f"{name}.weight", linear.weight[column : column + width])
+        for group, linear in zip(plan.layers[index].groups, layer.linears, strict=True):
+            assert isinstance(linear, DenseLinear)
+            for site, column in zip(group.sites, group.columns(), strict=True):
+                name, rows = plan.layers[index].linears[site.linear].module, slice(column, column + site.outputs)
+                takes(f"{name}.weight", linear.weight[rows])
                 if linear.bias is not None:
-                    takes(f"{name}.bias", linear.bias[column : column + width])
-        takes(f"{prefix}.input_layernorm.weight", layer.attention_norm)
-        takes(f"{prefix}.post_attention_layernorm.weight", layer.mlp_norm)
-        for name, norm in zip("qk", layer.head_norms or (), strict=False):
-            takes(f"{prefix}.self_attn.{name}_norm.weight", norm)
+                    takes(f"{name}.bias", linear.bias[rows])
+        attention, mlp = layer.blocks
+        norms = {"input_layernorm": attention.pre, "post_attention_layernorm": mlp.pre}
+        norms |= {"self_attn.q_norm": attention.heads.q_norm, "self_attn.k_norm": attention.heads.k_norm}
+        for name, norm in norms.items():
+            if norm is not None:
+                takes(f"{prefix}.{name}.weight", norm.weight)
     takes("model.embed_tokens.weight", weights.embedding)
-    takes("model.norm.weight", weights.final_norm)
-    if not spec.tied_embeddings:
+    takes("model.norm.weight", weights.final_norm.weight)
+    if plan.head is not None:
         takes("lm_head.weight", weights.head.weight)
     assert left == {}
-    assert (weights.head.weight is weights.embedding) == spec.tied_embeddings
+    assert (weights.head.weight is weights.embedding) == (plan.head is None)
 
 
 @pytest.mark.parametrize(("stored", "kept"), [("bfloat16", torch.float16), ("float32", torch.bfloat16)])
@@ -68,7 +72,7 @@ def test_weights_are_rounded_to_the_requested_dtype_and_norms_are_not(
     _, weights = loaded(make_model(tmp_path, "llama3", dtype=stored), kept)
     file = load_file(tmp_path / "model.safetensors")
     assert torch.equal(weights.embedding, file["model.embed_tokens.weight"].to(kept))
-    assert torch.equal(weights.final_norm, file["model.norm.weight"].float())
+    assert torch.equal(weights.final_norm.weight, file["model.norm.weight"].float())
     assert {tensor.dtype for tensor in all_tensors(weights)} == {kept}
 
 
@@ -78,7 +82,7 @@ def test_equal_seeds_give_equal_dummy_weights() -> None:
         assert torch.equal(mine, same)
         assert not torch.equal(mine, different)
         assert 0.015 < float(mine.float().std()) < 0.025
-    assert torch.all(first.final_norm == 1)
+    assert torch.all(first.final_norm.weight == 1)
 
 
 def test_loading_reports_its_progress() -> None:
@@ -89,28 +93,28 @@ def test_loading_reports_its_progress() -> None:
 
 
 def test_sizes_that_the_kernels_do_not_support_are_rejected() -> None:
-    spec = parse_spec(CONFIG | {"intermediate_size": 100})
-    with pytest.raises(ModelLoadError, match="intermediate_size 100 is not a multiple of 16"):
-        load(spec, torch.float32, 32, CPU, dummy(0, CPU))
+    plan = plan_of(CONFIG | {"intermediate_size": 100})
+    with pytest.raises(ModelLoadError, match=r"mlp\.down_proj has 100 inputs, not a multiple of 16"):
+        load(plan, torch.float32, 32, CPU, dummy(0, CPU))
 
 
 def test_a_checkpoint_is_loaded_with_its_progress_and_its_figures(tmp_path: Path) -> None:
-    spec = load_spec(make_model(tmp_path, "llama3"))
+    plan = load_plan(make_model(tmp_path, "llama3"))
     steps: list[None] = []
     _, figures = load_checkpoint(
-        tmp_path, host_device()[0], partial(load, spec, torch.bfloat16, 32), lambda: steps.append(None)
+        tmp_path, host_device()[0], partial(load, plan, torch.bfloat16, 32), lambda: steps.append(None)
     )
-    assert len(steps) == progress_steps(spec)
+    assert len(steps) == progress_steps(plan)
     assert figures.num_bytes == sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
 
 
 def test_nothing_is_read_of_a_checkpoint_that_lacks_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path, "llama3")
     config = json.loads((tmp_path / "config.json").read_text())
-    spec = parse_spec(config | {"num_hidden_layers": 3})
+    plan = plan_of(config | {"num_hidden_layers": 3})
     monkeypatch.setattr(WeightTransfer, "__enter__", lambda self: pytest.fail("reading has begun"))
     with pytest.raises(ModelLoadError, match=r"layers\.2\.self_attn\.q_proj\.weight is missing"):
-        load_checkpoint(tmp_path, host_device()[0], partial(load, spec, torch.bfloat16, 32))
+        load_checkpoint(tmp_path, host_device()[0], partial(load, plan, torch.bfloat16, 32))
 
 
 def test_weights_larger_than_device_memory_are_a_one_line_error() -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from caraserve.core.batch import Batch, RowResult, ScheduledRow, SlotSampling
-from caraserve.core.lora_layout import GROUPS, AdapterSpec, HostAdapter, aligned_bytes
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.core.outputs import OutputValues, collect, outputs_of
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.gpu.attention.triton import ATTENTION
@@ -22,20 +22,23 @@ from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.launch import Launch
 from caraserve.gpu.forward.batch import BatchWriter, decode_slots, make_batch
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
-from caraserve.gpu.kernels.bgmv_work import AdapterItems, adapter_items, plan_items
+from caraserve.gpu.kernels.bgmv_work import AdapterItems
 from caraserve.gpu.kernels.cuda_kernels import open_device
-from caraserve.gpu.memory.adapter_tables import GROUP_SITES, AdapterTables, column
-from caraserve.gpu.memory.pass_shape import Capacity, PassShape
+from caraserve.gpu.memory.adapter_tables import AdapterTables
+from caraserve.gpu.memory.adapters import items_by_shape
+from caraserve.gpu.memory.pass_shape import Capacity, PassShape, all_groups
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS, block_bytes, make_state
 from caraserve.gpu.memory.results import Results
 from caraserve.gpu.memory.workspace import make_workspace
 from caraserve.gpu.weights import TORCH_DTYPES, Weights, load
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec, load_spec
+from caraserve.model.families import load_plan
+from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import ceil_div
 from scripts.laboratory.gpu.null_device import NullDriver
 from tests.gpu.emulator import run as emulate
+from tests.gpu.filled_tables import write_column, write_items
 from tests.gpu.host_device import host_device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -75,7 +78,7 @@ class Bound:
     spec: AdapterSpec
     image: Tensor  # uint8
     host: HostAdapter
-    items: list[AdapterItems]  # by module group
+    items: tuple[AdapterItems, ...]  # by group shape
 
 
 @dataclass
@@ -88,7 +91,7 @@ class TinyDevice:
     bound: dict[int, Bound] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.spec: ModelSpec = load_spec(self.folder)
+        self.spec: DecoderPlan = load_plan(self.folder)
         dtype = TORCH_DTYPES[self.dtype]
         device = open_device(self.dtype) if DEVICE.type == "cuda" else host_device(self.dtype)[0]
         self.weights: Weights = load_checkpoint(self.folder, device, partial(load, self.spec, dtype, MAX_CONTEXT))[0]
@@ -104,7 +107,7 @@ class TinyDevice:
             self.max_tokens,
             SLOTS,
             self.max_tokens,
-            ATTENTION.prefill.tile_tokens(dtype, self.spec.head_dim),
+            ATTENTION.prefill.tile_tokens(dtype, next(self.spec.attentions).head_dim),
             ADAPTER_SLOTS,
         )
         self.host = BatchWriter(capacity)
@@ -120,18 +123,8 @@ class TinyDevice:
         data = aligned_bytes(inspect_adapter(folder, self.spec).num_bytes)
         host = read_adapter(folder, self.spec, data)
         image = torch.from_numpy(host.data.copy()).to(DEVICE)
-        made = column(host.spec, self.spec.layers, image.data_ptr())
-        for name in ("a", "b", "rank", "scale"):
-            values = torch.from_numpy(getattr(made, name)).view(self.spec.layers, len(SITES))
-            getattr(self.tables, name)[:, :, slot] = values.to(DEVICE)
-        self.tables.dtype[slot] = int(made.dtype[0])
-        most = made.rank.reshape(self.spec.layers, len(SITES)).max(0)
-        items = [
-            adapter_items(
-                slot, most[list(sites)].tolist(), host.spec.dtype, [self.spec.site_shape(s)[1] for s in group]
-            )
-            for sites, group in zip(GROUP_SITES, GROUPS, strict=True)
-        ]
+        write_column(self.tables, self.spec, slot, host.spec, image.data_ptr())
+        items = items_by_shape(self.spec, slot, host.spec, MAX_RANK)
         self.bound[slot] = Bound(folder, host.spec, image, host, items)
         return self.bound[slot]
 
@@ -149,19 +142,13 @@ class TinyDevice:
     def fill(self, rows: Sequence[ScheduledRow], *, with_lora: bool = True, all_prompt: bool = False) -> PassShape:
         """Writes the batch and returns its shape; rows must be in the order of their adapters."""
         words, outputs = self.host.empty(), outputs_of(tuple(rows), self._prompt_tokens)
-        shape = self.host.fill(words, tuple(rows), outputs, with_lora=with_lora, all_prompt=all_prompt)
+        groups = all_groups(self.spec)
+        shape = self.host.fill(words, tuple(rows), outputs, groups, with_lora=with_lora, all_prompt=all_prompt)
         self.batch.words.copy_(torch.from_numpy(words))
-        for group in range(len(GROUPS)) if shape.has_items else ():
-            self._fill_items(group, decode_slots(tuple(rows)))
+        if shape.has_items:
+            items = {slot: bound.items for slot, bound in self.bound.items()}
+            write_items(self.batch.lists, decode_slots(tuple(rows)), items)
         return shape
-
-    def _fill_items(self, group: int, slots: NDArray[np.int32]) -> None:
-        by_slot = [self.bound[slot].items[group] if slot in self.bound else None for slot in range(ADAPTER_SLOTS)]
-        made, lists = plan_items(slots, by_slot), self.batch.lists
-        for launch, items in enumerate((made.shrink, made.expand)):
-            lists.lists[group][launch][: len(items)] = torch.from_numpy(items).to(DEVICE)
-            lists.counts[group, launch] = len(items)
-        lists.groups[: len(made.groups)] = torch.from_numpy(made.groups).to(DEVICE)
 
     def run(
         self,
@@ -172,7 +159,7 @@ class TinyDevice:
     ) -> tuple[RowResult, ...]:
         """Runs one pass. `shape`: maps the exact shape to the one that is used. `weights`: merged weights."""
         used = shape(self.fill(rows, with_lora=weights is None))
-        issue_pass(self.decoder.make_pass(used, weights=weights), STREAM, self.spec.layers)
+        issue_pass(self.decoder.make_pass(used, weights=weights), STREAM, len(self.spec.layers))
         return self.results(rows)
 
     def results(self, rows: Sequence[ScheduledRow]) -> tuple[RowResult, ...]:

@@ -21,11 +21,13 @@ from caraserve.gpu.forward.batch import NO_TOKEN
 from caraserve.gpu.kernels.lora import Segments, SiteTables
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from caraserve.gpu.linear import fp8, quantized
-from caraserve.gpu.linear.formats import TORCH_CODES
+from caraserve.gpu.linear.base import TORCH_CODES
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.dtype import Code, Dtype
 from caraserve.util.units import align_up
+from tests.gpu_device import plain_layers
 from tests.gpu_device.nearest_codes import nearest_codes
+from tests.gpu_device.plain_layers import attend
 
 
 @contextmanager
@@ -35,8 +37,8 @@ def torch_kernels() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("embed", "rms_norm", "rotate_and_append", "silu_mul"):
-            patch.setattr(decoder, name, globals()[name])
+        for name in ("embed", "add_and_norm", "rotate_and_append", "activate", "multiply_by_gate", "cap_logits"):
+            patch.setattr(decoder, name, getattr(plain_layers, name))
         patch.setattr(TritonDecode, "attend", attend_decode)
         patch.setattr(TritonPrefill, "attend", attend_prefill)
         for name in ("lora_shrink", "lora_expand"):
@@ -46,64 +48,6 @@ def torch_kernels() -> Iterator[None]:
         patch.setattr(fp8, "scale_rows", scale_rows)
         yield
     torch.set_num_threads(threads)
-
-
-def embed(history: Tensor, weight: Tensor, tokens: TokenTables, hidden: Tensor) -> None:
-    for row in range(len(hidden)):
-        slot, position = int(tokens.slot[row]), int(tokens.position[row])
-        if position == NO_TOKEN:
-            hidden[row] = 0.0
-        elif history[slot, position] >= 0:  # otherwise it stands for a vector, which is there already
-            hidden[row] = weight[int(history[slot, position])]
-
-
-def rms_norm(
-    hidden: Tensor, weight: Tensor, out: Tensor, eps: float, delta: Tensor | None = None, rows: Tensor | None = None
-) -> None:
-    named = list(range(len(out))) if rows is None else rows.tolist()
-    at = [row for row in named if row != NO_TOKEN]
-    if delta is not None:
-        hidden[at] += delta[at]
-    normed = _normed(hidden[at], weight, eps)
-    out[[index for index, row in enumerate(named) if row != NO_TOKEN]] = normed
-
-
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def rotate_and_append(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    tokens: TokenTables,
-    cache: PagedCache,
-    norms: tuple[Tensor, Tensor] | None = None,
-    eps: float = 0.0,
-) -> None:
-    block, kv_heads, dim = cache.keys.shape[1:]
-    heads = qkv.shape[1] // dim - 2 * kv_heads
-    for row in range(len(qkv)):
-        slot, position = int(tokens.slot[row]), int(tokens.position[row])
-        if position == NO_TOKEN:
-            continue
-        q, k, v = torch.split(qkv[row].view(-1, dim), [heads, kv_heads, kv_heads])
-        if norms is not None:
-            q, k = _normed(q, norms[0], eps), _normed(k, norms[1], eps)
-        place = int(cache.block_table[slot, position // block]), position % block
-        cache.keys[place] = _rotated(k, cos[position], sin[position])
-        cache.values[place] = v
-        qkv[row, : heads * dim] = _rotated(q, cos[position], sin[position]).reshape(-1)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    left, right = x.chunk(2, -1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
-
-
-def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    gate, up = gate_up.chunk(2, -1)
-    out.copy_(torch.nn.functional.silu(gate) * up)
 
 
 def attend_decode(
@@ -118,7 +62,7 @@ def attend_decode(
 ) -> None:
     for row in row_token.tolist():
         if row != NO_TOKEN:
-            _attend(q, cache, tokens, row, 1, out, how)
+            attend(q, cache, tokens, row, 1, out, how)
 
 
 def attend_prefill(
@@ -133,27 +77,7 @@ def attend_prefill(
 ) -> None:
     for first, count in zip(tile_first.tolist(), tile_tokens.tolist(), strict=True):
         if count:
-            _attend(q, cache, tokens, first, count, out, how)
-
-
-def _attend(
-    q: Tensor, cache: PagedCache, tokens: TokenTables, row: int, count: int, out: Tensor, how: LayerAttention
-) -> None:
-    """Computes attention of `count` tokens of one request, from a row on."""
-    slot, position = int(tokens.slot[row]), int(tokens.position[row])
-    block, kv_heads, dim = cache.keys.shape[1:]
-    end = position + count
-    blocks = cache.block_table[slot, : -(-end // block)].long()
-    keys, values = (part[blocks].reshape(-1, kv_heads, dim)[:end] for part in (cache.keys, cache.values))
-    queries = q[row : row + count].view(count, kv_heads, -1, dim)
-    scores = torch.einsum("thgd,shd->hgts", queries, keys) * how.scale
-    scores = scores if how.cap is None else how.cap * torch.tanh(scores / how.cap)
-    at, seen = torch.arange(position, end)[:, None], torch.arange(end)[None, :]
-    scores = scores.masked_fill((seen > at) | (seen <= at - how.window), float("-inf"))
-    weights = scores.softmax(-1)
-    # Masked values may be NaN.
-    values = torch.where((seen > at - how.window).any(0)[:, None, None], values, 0.0)
-    out[row : row + count] = torch.einsum("hgts,shd->thgd", weights, values).reshape(count, -1)
+            attend(q, cache, tokens, first, count, out, how)
 
 
 def lora_shrink(x: Tensor, part: Tensor, shrunk: Tensor, segments: Segments, tables: SiteTables) -> None:

@@ -22,7 +22,6 @@ from caraserve.cpu.structs import LORA_ENTRY
 from caraserve.errors import BackendFailed
 from caraserve.gpu.kernels import cuda_launch, work_orders
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES
 from caraserve.profiling.microbench import adapter_spec, random_adapter
 from caraserve.util.units import align_up
 from scripts.laboratory.gpu.accelerator import Accelerator
@@ -31,7 +30,7 @@ from scripts.laboratory.gpu.results import WrongResult, check_close
 from scripts.laboratory.gpu.setup import CheckSetup
 
 _SHAPE = Shape(hidden=128, layers=1, intermediate=128, vocab=64, heads=2, kv_heads=2)
-_QKV = SITES[:3]
+_QKV = ("q_proj", "k_proj", "v_proj")
 _RANK, _ROWS = 8, 4
 _WORDS_BYTES = 192  # status and the two flags, each on its own cache line
 _PATIENCE_NS = 10_000_000_000
@@ -66,7 +65,7 @@ def handshake_bench(setup: CheckSetup, acc: Accelerator) -> Iterator[HandshakeBe
     spec, block_bytes = shape_spec(_SHAPE, 64), align_up(handoff.block_bytes(1), PAGE_BYTES)
     region = SharedRegion(1 << 21)
     blocks, words = region.carve(block_bytes), region.carve(_WORDS_BYTES).view(np.uint32)
-    layout = adapter_spec(spec, Dtype.F16, _RANK, spec.layers, _QKV)
+    layout = adapter_spec(spec, Dtype.F16, _RANK, len(spec.layers), _QKV)
     adapter = random_adapter(spec, layout, region.carve(1 << 18))
     host_x, wide_x = (region.carve(4 * _ROWS * _SHAPE.hidden) for _ in range(2))
     deltas = region.carve(4 * _ROWS * 3 * _SHAPE.hidden)

@@ -23,7 +23,7 @@ from caraserve.http import tls_files
 from caraserve.http.app import make_app, start_http
 from caraserve.http.server import bind
 from caraserve.http.tls_files import TlsFiles, first_context
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 from caraserve.serve import _announce, _upload_root, with_demo
 from caraserve.start_checks import check_paths, client_tls, exposure
 from tests.http.fake_engine import FakeEngine
@@ -316,7 +316,7 @@ async def test_adapters_above_the_highest_rank_are_refused() -> None:
 
 
 def announced(capsys: pytest.CaptureFixture[str], **settings: object) -> str:
-    served = SimpleNamespace(engine=FakeEngine(), spec=load_spec(demo.model_folder()), device="the CPU")
+    served = SimpleNamespace(engine=FakeEngine(), spec=load_plan(demo.model_folder()), device="the CPU")
     served.engine.loaded = {}
     _announce(served, http_config(**settings), 8000)  # type: ignore[arg-type]
     return capsys.readouterr().out

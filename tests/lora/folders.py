@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 from caraserve.core.lora_layout import A_COLUMNS, PANEL, HostAdapter, SiteSpan, aligned_bytes
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import to_float32
+from caraserve.model.families import plan_of
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.spec import ModelSpec, as_plan, parse_spec
 from caraserve.util.units import align_up, ceil_div
 
 RANK = 4
@@ -29,8 +29,8 @@ FIELDS: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-SPEC: ModelSpec = parse_spec(FIELDS)
-LINEARS = {linear.target: linear for linear in SPEC.plan.layers[0].linears}
+SPEC: DecoderPlan = plan_of(FIELDS)
+LINEARS = {linear.target: linear for linear in SPEC.layers[0].linears}
 TARGETS = tuple(LINEARS)
 
 
@@ -62,18 +62,18 @@ def write_adapter(folder: Path, changes: Mapping[str, Any] | None = None, tensor
     return folder
 
 
-def read(folder: Path, model: ModelSpec | DecoderPlan, filled: int = 0) -> HostAdapter:
+def read(folder: Path, plan: DecoderPlan, filled: int = 0) -> HostAdapter:
     """Reads a whole adapter into memory that was filled with the byte `filled`."""
-    into = aligned_bytes(inspect_adapter(folder, model).num_bytes)
+    into = aligned_bytes(inspect_adapter(folder, plan).num_bytes)
     into[:] = filled
-    return read_adapter(folder, model, into)
+    return read_adapter(folder, plan, into)
 
 
 def matrices(
-    adapter: HostAdapter, span: SiteSpan, model: ModelSpec | DecoderPlan
+    adapter: HostAdapter, span: SiteSpan, plan: DecoderPlan
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Returns A [padded rank, padded inputs] and B [padded rank, padded outputs] of a site, from the image's bytes."""
-    site, rank, dtype = as_plan(model).layers[span.layer].sites[span.site], span.padded_rank, adapter.spec.dtype
+    site, rank, dtype = plan.layers[span.layer].sites[span.site], span.padded_rank, adapter.spec.dtype
 
     def stored(offset: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
         data = adapter.data[offset : offset + int(np.prod(shape)) * dtype.itemsize]

@@ -39,7 +39,7 @@ _LIMITS = Limits(
 def catalog(registry: Registry, reader: AdapterReader, *roots: Path, device_bytes: int = _MIB) -> Catalog:
     """Returns a catalog over a fake backend that is never used."""
     room, arena = MemoryBudget(_LIMITS, device_bytes), Arena(aligned_bytes(_MIB))
-    loading = StartPolicy(LOADING_MODES["overlapped"], SPEC.layers, 1e9, None)
+    loading = StartPolicy(LOADING_MODES["overlapped"], len(SPEC.layers), 1e9, None)
     manager = AdapterManager(FakeBackend(_LIMITS), room, arena, reader.read, lambda call: None, lambda: 0.0, loading)
     return Catalog(
         SPEC,

@@ -22,7 +22,8 @@ from caraserve.errors import AdapterRejected
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.lora.peft_fields import PatternTable
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import ModelSpec, parse_spec
+from caraserve.model.families import plan_of
+from caraserve.model.plan import DecoderPlan
 from tests.lora.folders import FIELDS, LINEARS, RANK, SPEC, TARGETS, Tensors, matrices, read, tensors_for, write_adapter
 
 Deltas = dict[tuple[int, str], NDArray[np.float32]]  # (layer, module) → change of the weight, [out, in]
@@ -87,8 +88,8 @@ def bases() -> dict[str, Any]:
     return {family: create(config) for family, config in _CONFIGS.items()}
 
 
-def spec_of(family: str) -> ModelSpec:
-    return parse_spec(_CONFIGS[family].to_dict())
+def spec_of(family: str) -> DecoderPlan:
+    return plan_of(_CONFIGS[family].to_dict())
 
 
 def save(base: Any, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
@@ -113,12 +114,12 @@ def deltas_of_peft(base: Any, folder: Path) -> Deltas:
     return deltas
 
 
-def deltas_of(adapter: HostAdapter, model: ModelSpec) -> Deltas:
+def deltas_of(adapter: HostAdapter, plan: DecoderPlan) -> Deltas:
     """Returns what a backend adds to each weight, computed from the image's bytes alone."""
     deltas: Deltas = {}
     for span in adapter.spec.spans:
-        linear = model.plan.layers[span.layer].linears[span.linear]
-        a, b = matrices(adapter, span, model)
+        linear = plan.layers[span.layer].linears[span.linear]
+        a, b = matrices(adapter, span, plan)
         deltas[span.layer, linear.target] = b[:, : linear.outputs].T @ a[:, : linear.inputs] * np.float32(span.scale)
     return deltas
 
@@ -180,7 +181,7 @@ def test_the_image_is_aligned_and_padded_with_zeros(tmp_path: Path) -> None:
     assert adapter.data.ctypes.data % ALIGN_BYTES == 0
     assert adapter.data.size == adapter.spec.num_bytes
     for span in adapter.spec.spans:
-        linear = SPEC.plan.layers[span.layer].linears[span.linear]
+        linear = SPEC.layers[span.layer].linears[span.linear]
         for values, columns in zip(matrices(adapter, span, SPEC), (linear.inputs, linear.outputs), strict=True):
             assert not values[RANK:].any()
             assert not values[:, columns:].any()
@@ -235,7 +236,7 @@ DIGESTS: dict[str, tuple[dict[str, Any], Tensors]] = {
 @pytest.mark.parametrize("expected", DIGESTS, ids=["all modules", "several ranks", "one layer, fp16"])
 def test_digests_are_those_of_earlier_versions(tmp_path: Path, family: str, expected: str) -> None:
     """Registries, caches on disk and other instances know adapters by them."""
-    model = parse_spec(FIELDS | {"architectures": [f"{family}ForCausalLM"]})
+    model = plan_of(FIELDS | {"architectures": [f"{family}ForCausalLM"]})
     assert inspect_adapter(write_adapter(tmp_path, *DIGESTS[expected]), model).digest == expected
 
 
@@ -287,7 +288,7 @@ def test_a_pattern_matches_the_same_modules_as_in_peft_or_is_refused() -> None:
     accepted = 0
     for pattern in patterns_of_peft():
         try:
-            table = PatternTable(0, [(pattern, 1)], SPEC.plan)
+            table = PatternTable(0, [(pattern, 1)], SPEC)
         except ValueError:
             continue
         accepted += 1
@@ -299,6 +300,6 @@ def test_a_pattern_matches_the_same_modules_as_in_peft_or_is_refused() -> None:
 def test_the_first_of_several_patterns_decides_as_in_peft() -> None:
     patterns = ["1.mlp.up_proj", r".*\.up_proj", "^model.layers.2.mlp.up_proj", "up_proj", "q_proj$", "q_proj"]
     for order in itertools.permutations(patterns):
-        table = PatternTable(-1, [(pattern, place) for place, pattern in enumerate(order)], SPEC.plan)
+        table = PatternTable(-1, [(pattern, place) for place, pattern in enumerate(order)], SPEC)
         for module in ("model.layers.1.mlp.up_proj", "model.layers.2.mlp.up_proj", "model.layers.0.self_attn.q_proj"):
             assert order[table.of(module)] == get_pattern_key(order, module)

@@ -6,12 +6,12 @@ import pytest
 
 from caraserve import demo
 from caraserve.errors import ModelLoadError
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 
 
 def refusal(path: Path) -> str:
     with pytest.raises(ModelLoadError) as caught:
-        load_spec(path)
+        load_plan(path)
     assert "\n" not in caught.value.message
     return caught.value.message
 

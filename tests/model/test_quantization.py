@@ -10,13 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from caraserve.errors import ModelLoadError
-from caraserve.model.dtype import Code, Dtype, decoded
+from caraserve.model.dtype import Code, decoded
+from caraserve.model.families import load_plan
 from caraserve.model.folder_reader import FolderReader
 from caraserve.model.formats.fp8 import Fp8
 from caraserve.model.formats.int8 import Int8
+from caraserve.model.formats.plain import PLAIN
 from caraserve.model.formats.scaled_codes import Inputs, ScaledCodes
 from caraserve.model.quantization import Quantization, parse_quantization
-from caraserve.model.spec import load_spec
 from tests.oracle.models import make_model
 from tests.oracle.quantized import KINDS, PER_TOKEN, STATIC, compressed, dequantize, quantize
 
@@ -162,27 +163,28 @@ def test_quantised_weights_are_read_as_the_numbers_they_stand_for(kind: str, sou
     folder = quantize(source, tmp_path / "quantised", KINDS[kind])
     plain = load_file(dequantize(folder, tmp_path / "plain") / "model.safetensors")
     stored = load_file(folder / "model.safetensors")
-    quantization = load_spec(folder).quantization
-    assert quantization is not None
-    checkpoint = FolderReader(folder, quantization)
+    formats = {
+        f"{linear.module}.weight": linear.format for layer in load_plan(folder).layers for linear in layer.linears
+    }
+    checkpoint = FolderReader(folder)
     for name, wanted in plain.items():
-        values, dtype = checkpoint(name, tuple(wanted.shape))
-        assert dtype is Dtype.F32
-        assert torch.equal(torch.from_numpy(values), wanted), name
-        module = name.removesuffix(".weight")
-        is_quantised = stored[name].element_size() == 1
-        assert wanted.dim() != 2 or (quantization.format_of(module) is not None) == is_quantised, name
+        is_quantised, module = stored[name].element_size() == 1, name.removesuffix(".weight")
+        kept = formats.get(name, PLAIN)
+        assert (kept is not PLAIN) == is_quantised, name
+        if wanted.dim() == 2:
+            outputs, inputs = wanted.shape
+            values = kept.values(kept.read(checkpoint, module, (outputs, inputs)))
+            assert torch.equal(torch.from_numpy(values), wanted), name
         if is_quantised and KINDS[kind].input_scale is not None:
             assert checkpoint.input_scale(module) == float(stored[f"{module}.input_scale"])
 
 
 def test_weights_that_are_not_as_config_says_are_refused(source: Path, tmp_path: Path) -> None:
-    folder = quantize(source, tmp_path / "quantised", KINDS["int8"])
-    checkpoint = FolderReader(folder, parsed(KINDS["fp8-per-output"].section))
+    checkpoint = FolderReader(quantize(source, tmp_path / "quantised", KINDS["int8"]))
     with pytest.raises(ModelLoadError, match=f"tensor {UP}.weight has dtype I8; config.json says F8_E4M3"):
-        checkpoint(f"{UP}.weight", (144, 80))
+        Fp8(Inputs.KEPT).read(checkpoint, UP, (144, 80))
     with pytest.raises(ModelLoadError, match=f"tensor {UP}.weight has dtype I8; F32, F16 and BF16 are supported"):
-        FolderReader(folder)(f"{UP}.weight", (144, 80))
+        checkpoint(f"{UP}.weight", (144, 80))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_wrong_scales_are_refused(scale: torch.Tensor | None, says: str, source:
     del tensors[f"{UP}.weight_scale"]
     save_file(tensors | ({} if scale is None else {f"{UP}.weight_scale": scale}), folder / "model.safetensors")
     with pytest.raises(ModelLoadError, match=says):
-        FolderReader(folder, load_spec(folder).quantization)(f"{UP}.weight", (144, 80))
+        Int8(Inputs.PER_TOKEN).read(FolderReader(folder), UP, (144, 80))
 
 
 def test_an_input_scale_of_zero_is_refused(source: Path, tmp_path: Path) -> None:
@@ -209,4 +211,4 @@ def test_an_input_scale_of_zero_is_refused(source: Path, tmp_path: Path) -> None
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {f"{UP}.input_scale": torch.zeros(1)}, folder / "model.safetensors")
     with pytest.raises(ModelLoadError, match=f"{UP}.input_scale is 0"):
-        FolderReader(folder, load_spec(folder).quantization).input_scale(UP)
+        FolderReader(folder).input_scale(UP)

@@ -14,7 +14,7 @@ from caraserve.config import LOADING_MODES, PRELOADED_MODES
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.slot_allocator import SlotAllocator
 from caraserve.errors import NonFiniteLogits
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 from tests.oracle.models import FAMILIES, SOME_KINDS, prompt_of
 from tests.oracle.subject import Subject, make_subject
 from tests.serving import MIB, Answer, embed, engine_config, lora_config, model_config, running, submit
@@ -116,7 +116,7 @@ def test_an_embedding_that_is_not_finite_is_an_error(
 
 
 def kv_bytes(model: Path, blocks: int) -> int:
-    return blocks * BLOCK_TOKENS * load_spec(model).kv_bytes_per_token(4)
+    return blocks * BLOCK_TOKENS * load_plan(model).kv_bytes_per_token(4)
 
 
 @pytest.mark.parametrize("tokens", [2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS + 1])

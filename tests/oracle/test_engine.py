@@ -132,9 +132,9 @@ def test_no_interleaving_changes_a_token(
     subject = families[family]
 
     async def serve() -> list[list[int] | None]:
-        from caraserve.model.spec import load_spec
+        from caraserve.model.families import load_plan
 
-        spec = load_spec(subject.model)
+        spec = load_plan(subject.model)
         kv_bytes = blocks * 16 * spec.kv_bytes_per_token(4)
         lora = lora_config(
             subject.adapters, mode=mode, device_bytes=device_adapters * 600 * 1024, host_bytes=700 * 1024

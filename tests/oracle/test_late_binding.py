@@ -18,11 +18,11 @@ from caraserve.cpu.adapters import CpuImage
 from caraserve.cpu.backend import CpuBackend, CpuSizes
 from caraserve.cpu.weights import dummy_reader, load_model
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import parse_spec
+from caraserve.model.families import plan_of
 from caraserve.profiling.microbench import adapter_spec, random_adapter
 
 LAYERS = 4
-SPEC = parse_spec(
+SPEC = plan_of(
     {
         "model_type": "llama",
         "vocab_size": 96,

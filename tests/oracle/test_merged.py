@@ -17,7 +17,7 @@ from caraserve.core.backend import Backend
 from caraserve.core.batch import Batch
 from caraserve.cpu.backend import CpuBackend
 from caraserve.loop import Engine
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 from tests.oracle.models import SOME_KINDS, Kinds, make_adapter, make_model, prompt_of
 from tests.oracle.oracle import Oracle
 from tests.oracle.subject import Subject, make_subject
@@ -158,7 +158,7 @@ def test_any_mix_over_a_small_pool_answers_like_peft(subject: Subject, seed: int
     """Popular and rare adapters, preempted and cancelled requests, chunks, and prefixes computed merged or not."""
     model, adapters, oracle = subject
     rng = random.Random(seed)
-    spec = load_spec(model)
+    spec = load_plan(model)
     stems = [prompt_of(rng, 70) for _ in range(2)]
     popular = rng.choice([*adapters])
     asked: list[Asked] = []

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from caraserve.model.families import load_plan
 from caraserve.model.rope import rope_of
-from caraserve.model.spec import load_spec
 from tests.oracle.models import ALL_TARGETS, FAMILIES, SLIDING_WINDOW, make_adapter, make_model
 from tests.oracle.oracle import Oracle
 
@@ -76,21 +76,20 @@ def test_logprobs_are_checked_to_the_tolerance(oracle: Oracle) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_server_reads_the_models_config(family: str, tmp_path: Path) -> None:
-    spec = load_spec(make_model(tmp_path, family))
-    assert family.startswith(spec.family)
-    assert spec.tied_embeddings == (family == "qwen2")
-    assert spec.windows == ((SLIDING_WINDOW if family == "mistral" else None),) * spec.layers
-    assert (spec.rope == rope_of({}, spec.head_dim, spec.max_position)) == (family != "llama3")
-    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias) == {
-        "qwen2": (True, False, False),
-        "llama_bias": (True, True, True),
-    }.get(family, (False, False, False))
+    plan = load_plan(make_model(tmp_path, family))
+    assert family.startswith(plan.family)
+    assert (plan.head is None) == (family == "qwen2")
+    biased = {"qwen2": "qkv", "llama_bias": "qkvout gate up down"}.get(family, "")
+    for layer, attention in zip(plan.layers, plan.attentions, strict=True):
+        assert attention.window == (SLIDING_WINDOW if family == "mistral" else None)
+        assert (attention.rope == rope_of({}, attention.head_dim, plan.max_position)) == (family != "llama3")
+        assert all(linear.bias == (linear.parts[0].role in biased) for linear in layer.linears)
 
 
 def test_only_tokens_inside_the_window_matter(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "mistral")
     oracle = Oracle(folder)
-    reach = load_spec(folder).layers * (SLIDING_WINDOW - 1)
+    reach = len(load_plan(folder).layers) * (SLIDING_WINDOW - 1)
     ids = [(7 * i) % 340 + 2 for i in range(reach + 2)]
 
     def last_logits_with_changed(position: int) -> torch.Tensor:
@@ -135,7 +134,7 @@ def test_the_tokenizer_round_trips_any_text_and_fits_the_model(tmp_path: Path) -
     ids = tokenizer(text)["input_ids"]
     assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
-    assert len(tokenizer) <= load_spec(tmp_path).vocab_size
+    assert len(tokenizer) <= load_plan(tmp_path).vocab_size
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 from tests.oracle.models import SOME_KINDS, prompt_of
 from tests.oracle.subject import Subject, make_subject
 from tests.oracle.vectors import are_freed_when_the_request_ends, embeds_of, vectors_of_tokens, with_vectors
@@ -35,7 +35,7 @@ def test_the_vectors_of_tokens_answer_like_the_tokens(subject: Subject, mode: st
     ]
 
     async def serve() -> list[Answer]:
-        kv_bytes = 12 * BLOCK_TOKENS * load_spec(subject.model).kv_bytes_per_token(4)
+        kv_bytes = 12 * BLOCK_TOKENS * load_plan(subject.model).kv_bytes_per_token(4)
         settings = engine_config(seqs=6, step_tokens=24, kv_bytes=kv_bytes)
         async with running(
             model_config(subject.model, max_model_len=100), lora_config(subject.adapters, mode=mode), settings

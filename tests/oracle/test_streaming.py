@@ -21,7 +21,8 @@ from caraserve.loop import Engine
 from caraserve.lora.adapter import AdapterTier, Done, LayersArrived, Source
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.peft import read_adapter
-from caraserve.model.spec import ModelSpec, load_spec
+from caraserve.model.families import load_plan
+from caraserve.model.plan import DecoderPlan
 from tests.cluster.nodes import until
 from tests.oracle.models import ALL_TARGETS, Kinds, prompt_of
 from tests.oracle.subject import make_subject
@@ -64,8 +65,8 @@ class Sending:
 class Network:
     """The other instances, as `Residency` uses them."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self._spec, self._sendings = spec, dict[str, Sending]()
+    def __init__(self, plan: DecoderPlan) -> None:
+        self._spec, self._sendings = plan, dict[str, Sending]()
 
     def read(self, source: Source, into: NDArray[np.uint8], done: Done, came: LayersArrived) -> None:
         assert isinstance(source, AdapterFolder)
@@ -101,7 +102,7 @@ class Serving:
     ) -> AsyncIterator[tuple[Engine, Network]]:
         cpus = WORKER_CORES if workers else None
         lora = lora_config(self.adapters, mode=mode, lora_cpus=cpus, device_bytes=device_bytes)
-        spec = load_spec(self.model)
+        spec = load_plan(self.model)
         engine = engine_config(kv_bytes=kv_blocks * 16 * spec.kv_bytes_per_token(4))
         async with running(model_config(self.model, max_model_len=128), lora, engine) as served:
             if workers:
@@ -352,7 +353,7 @@ def test_a_local_adapter_is_served_while_a_downloading_one_holds_memory(subject:
 
     async def body() -> None:
         prompt = subject.prompt(40)
-        sizes = [read_adapter(subject.adapters[name], load_spec(subject.model), aligned_bytes(1 << 20)).spec.num_bytes
+        sizes = [read_adapter(subject.adapters[name], load_plan(subject.model), aligned_bytes(1 << 20)).spec.num_bytes
                  for name in ("poet", "clerk")]  # fmt: skip
         async with subject.served(device_bytes=max(sizes)) as (engine, network):
             sending, task = await begun(engine, network, "clerk", prompt)

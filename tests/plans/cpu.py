@@ -1,89 +1,25 @@
 """Computes made-up decoders with the CPU backend."""
 
-from collections.abc import Sequence
-from queue import SimpleQueue
-
-import numpy as np
-from numpy.typing import NDArray
-
-from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart, StepResult
-from caraserve.core.lora_layout import AdapterSpec, HostAdapter, place_a, place_b
 from caraserve.cpu.backend import CpuBackend, CpuSizes
 from caraserve.cpu.structs import BLOCK_TOKENS
 from caraserve.cpu.weights import load_model
 from caraserve.model.dtype import Dtype
 from caraserve.model.formats import TensorReader
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.spec import ModelSpec
-
-_BLOCKS = 32
+from tests.plans.driving import BLOCKS
 
 
 def backend_of(
     plan: DecoderPlan, read: TensorReader, *, dtype: Dtype = Dtype.F32, threads: int = 1, adapter_slots: int = 2
 ) -> CpuBackend:
     """Returns a backend for requests of up to 128 tokens."""
-    spec = ModelSpec(plan)
     sizes = CpuSizes(
         threads=threads,
         num_slots=2,
         adapter_slots=adapter_slots,
         max_step_tokens=128,
         max_context=128,
-        kv_cache_bytes=plan.kv_bytes_per_token(4) * BLOCK_TOKENS * _BLOCKS,
+        kv_cache_bytes=plan.kv_bytes_per_token(4) * BLOCK_TOKENS * BLOCKS,
         host_bytes=4 << 20,
     )
-    return CpuBackend(spec, load_model(spec, dtype, sizes.max_context, read, lambda: None), sizes)
-
-
-def logprobs(
-    backend: CpuBackend,
-    vocab: int,
-    tokens: Sequence[int],
-    pieces: Sequence[int],
-    *,
-    adapter: int = 0,
-    is_merged: bool = False,
-) -> NDArray[np.float64]:
-    """Returns the log-probabilities after each token but the last, [tokens - 1, vocab]. `pieces`: how many tokens each
-    iteration computes. `adapter`: its slot, in loading mode `merged` if `is_merged`."""
-    found = np.full((len(tokens) - 1, vocab), np.nan)
-    starts = (SlotStart(0, tuple(tokens), SlotSampling.greedy(len(tokens))),)
-    grants = (BlockGrant(0, 0, tuple(range(_BLOCKS - 1, _BLOCKS - 1 - -(-len(tokens) // BLOCK_TOKENS), -1))),)
-    first = 0
-    for count in pieces:
-        row = ScheduledRow(0, first, count, adapter, samples=False, prompt_logprobs=vocab)
-        batch = Batch(starts, grants, (row,), merged=adapter if is_merged else None)
-        for position, scored in enumerate(run(backend, batch).rows[0].prompt_scored, first):
-            found[position, list(scored.top_ids)] = scored.top_logprobs
-        starts, grants, first = (), (), first + count
-    return found
-
-
-def make_adapter(
-    plan: DecoderPlan, memory: NDArray[np.uint8], rank: int = 5
-) -> tuple[HostAdapter, dict[str, NDArray[np.float64]]]:
-    """Returns an adapter of every module in `memory`, and what it adds to their weights, [outputs, inputs] by name."""
-    modules = {
-        (layer, index): (rank, 0.5) for layer, one in enumerate(plan.layers) for index in range(len(one.linears))
-    }
-    spec = AdapterSpec.of(plan, Dtype.F32, modules, digest="made up")
-    data, deltas, rng = memory[: spec.num_bytes], dict[str, NDArray[np.float64]](), np.random.default_rng(0)
-    data[:] = 0
-    for (layer, index), (_, scale) in modules.items():
-        linear = plan.layers[layer].linears[index]
-        a = rng.standard_normal((rank, linear.inputs), np.float32) / 8
-        b = rng.standard_normal((linear.outputs, rank), np.float32) / 8
-        for span in (span for span in spec.spans if span.module == (layer, index)):
-            place_a(a, data, span, spec.dtype)
-            place_b(b[linear.parts[plan.layers[layer].sites[span.site].part].index], data, span, spec.dtype)
-        deltas[linear.module] = scale * b.astype(np.float64) @ a
-    return HostAdapter(spec, data), deltas
-
-
-def run(backend: CpuBackend, batch: Batch) -> StepResult:
-    results: SimpleQueue[StepResult | Exception] = SimpleQueue()
-    backend.launch(batch, results.put)
-    result = results.get(timeout=60)
-    assert isinstance(result, StepResult), result
-    return result
+    return CpuBackend(plan, load_model(plan, dtype, sizes.max_context, read, lambda: None), sizes)

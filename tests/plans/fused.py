@@ -45,7 +45,7 @@ GATE_UP: dict[str, Parts] = {
 def fused_plan(qkv: str = "one after another", gate_up: str = "one after another", **changed: Any) -> DecoderPlan:
     """Returns the plan of `SPEC` with fused modules whose parts lie as said."""
     layers = []
-    for index, layer in enumerate(SPEC.plan.layers):
+    for index, layer in enumerate(SPEC.layers):
         attention, mlp = layer.blocks
         name = f"model.layers.{index}"
         fused = LinearPlan(f"{name}.self_attn.qkv_proj", HIDDEN, Q + 2 * KV, QKV[qkv])
@@ -55,7 +55,7 @@ def fused_plan(qkv: str = "one after another", gate_up: str = "one after another
             replace(mlp, body=replace(mlp.body, linears=(both,))),
         )
         layers.append(LayerPlan(blocks))
-    return replace(SPEC.plan, layers=tuple(layers), **changed)
+    return replace(SPEC, layers=tuple(layers), **changed)
 
 
 Tensors = dict[str, NDArray[np.float32]]

@@ -52,7 +52,7 @@ def test_the_image_computes_what_the_kinds_reference_says(tmp_path: Path) -> Non
     tensors = scaled_tensors()
     adapter = read(write_adapter(tmp_path, SCALED, tensors), SPEC)
     for span in adapter.spec.spans:
-        linear = SPEC.plan.layers[span.layer].linears[span.linear]
+        linear = SPEC.layers[span.layer].linears[span.linear]
         names = {half: tensor_name(span.layer, linear.target, half[-1]) for half in ("lora_A", "lora_B")}
         names["lora_scale"] = names["lora_B"].replace("lora_B.weight", "lora_scale")
         exact = {half: tensors[name].astype(np.float64) for half, name in names.items()}
@@ -61,7 +61,7 @@ def test_the_image_computes_what_the_kinds_reference_says(tmp_path: Path) -> Non
         np.testing.assert_allclose(delta, ScaledLora().update(exact, 6 / RANK), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("plan", [SPEC.plan, fused_plan("rotated in pairs", "alternating")], ids=["split", "fused"])
+@pytest.mark.parametrize("plan", [SPEC, fused_plan("rotated in pairs", "alternating")], ids=["split", "fused"])
 def test_an_image_can_be_read_while_its_tensors_arrive(tmp_path: Path, plan: DecoderPlan) -> None:
     tensors = tensors_of(plan)
     factors = {

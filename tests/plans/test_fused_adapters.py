@@ -171,7 +171,7 @@ def test_a_layer_past_the_last_one_is_named(tmp_path: Path) -> None:
 
 def test_layers_may_have_different_modules(tmp_path: Path) -> None:
     fused = fused_plan()
-    plan = replace(fused, layers=(fused.layers[0], SPEC.plan.layers[1]))
+    plan = replace(fused, layers=(fused.layers[0], SPEC.layers[1]))
     adapter = read(write(tmp_path, plan), plan)
     assert adapter.spec.targets == plan.targets
     assert len(adapter.spec.spans) == 14

@@ -22,8 +22,8 @@ from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile, load, ma
 from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import BackendFailed, ConfigError
 from caraserve.model.dtype import Dtype
-from caraserve.model.plan import LinearPlan
-from caraserve.model.spec import ModelSpec, load_spec, parse_spec
+from caraserve.model.families import load_plan, plan_of
+from caraserve.model.plan import DecoderPlan, LinearPlan
 from caraserve.profiling import measure as calibrate
 from caraserve.profiling.apply import loading_rules, make_profile, prepare_machine
 from caraserve.profiling.cpu_lora_rate import LayerLora
@@ -43,8 +43,8 @@ def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_LORA_LEAST_MS", 0.0)
 
 
-def spec() -> ModelSpec:
-    return load_spec(demo.model_folder())
+def spec() -> DecoderPlan:
+    return load_plan(demo.model_folder())
 
 
 class ExactBackend:
@@ -275,7 +275,7 @@ def test_without_a_measured_hand_off_auto_logs_its_assumption(
             for profile in (made, replace(made, handoff_ms=0.01))
         ]
     assert [rule.handoff_ms for rule in rules] == [ASSUMED_HANDOFF_MS, 0.01]
-    widths = [linear.outputs for linear in spec().plan.layers[0].linears]
+    widths = [linear.outputs for linear in spec().layers[0].linears]
     assert rules[0].delta_bytes == {"qkv": 2 * sum(widths[:3]), "all": 2 * sum(widths)}
     assert rules[0].attention_targets == {"q_proj", "k_proj", "v_proj"}
     assert rules[0].hand_offs == 4
@@ -335,7 +335,7 @@ def test_a_backend_that_fails_is_reported_and_left_without_adapters() -> None:
 
 
 def test_ranks_without_room_in_host_memory_are_left_out() -> None:
-    smallest = adapter_spec(spec(), Dtype.BF16, 8, spec().layers).num_bytes
+    smallest = adapter_spec(spec(), Dtype.BF16, 8, len(spec().layers)).num_bytes
     backend = ExactBackend(LARGE, host_bytes=smallest)
     assert {point.rank for point in quick(backend).prefill.points} == {0, 8}
     assert backend.faults == []
@@ -404,9 +404,9 @@ def test_a_model_too_slow_to_be_measured_at_a_start_is_not() -> None:
 # --- what is measured ---
 
 
-def odd_spec() -> ModelSpec:
+def odd_spec() -> DecoderPlan:
     """Widths that are no multiple of a panel, nor all of a vector."""
-    return parse_spec(
+    return plan_of(
         {
             "architectures": ["LlamaForCausalLM"],
             "vocab_size": 300,
@@ -419,16 +419,16 @@ def odd_spec() -> ModelSpec:
     )
 
 
-def first_layer(model: ModelSpec, adapter: HostAdapter) -> Iterator[tuple[LinearPlan, np.ndarray, np.ndarray]]:
+def first_layer(plan: DecoderPlan, adapter: HostAdapter) -> Iterator[tuple[LinearPlan, np.ndarray, np.ndarray]]:
     """Yields each module of the first layer with A [rank, padded inputs] and B [rank, padded outputs]."""
     for span in adapter.spec.spans:
         if span.layer == 0:
-            yield model.plan.layers[0].linears[span.linear], *matrices(adapter, span, model)
+            yield plan.layers[0].linears[span.linear], *matrices(adapter, span, plan)
 
 
 def test_random_adapters_have_weights_everywhere_and_zeros_as_padding() -> None:
     model = odd_spec()
-    layout = adapter_spec(model, Dtype.F32, 16, model.layers)
+    layout = adapter_spec(model, Dtype.F32, 16, len(model.layers))
     memory = aligned_bytes(layout.num_bytes + 64)
     memory[:] = 255
     for linear, a, b in first_layer(model, random_adapter(model, layout, memory)):
@@ -441,7 +441,7 @@ def test_random_adapters_have_weights_everywhere_and_zeros_as_padding() -> None:
 @pytest.mark.parametrize("dtype", [Dtype.F16, Dtype.BF16])
 def test_random_adapters_of_16_bits_hold_small_numbers(dtype: Dtype) -> None:
     model = odd_spec()
-    layout = adapter_spec(model, dtype, 8, model.layers)
+    layout = adapter_spec(model, dtype, 8, len(model.layers))
     words = random_adapter(model, layout, aligned_bytes(layout.num_bytes)).data.view(np.uint16)
     values = words.view(np.float16) if dtype is Dtype.F16 else (words.astype(np.uint32) << 16).view(np.float32)
     assert np.isfinite(values).all()

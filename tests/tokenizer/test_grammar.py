@@ -18,7 +18,7 @@ from caraserve import demo
 from caraserve.core.grammar import Grammar, TokenMatcher, mask_words
 from caraserve.core.tenant import Tenant
 from caraserve.errors import GrammarDeadEnd, GrammarTooComplex, InvalidRequest, Overloaded
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 from caraserve.tokenizer import grammar as grammar_module
 from caraserve.tokenizer.grammar import (
     FREE_GROWTH_BYTES,
@@ -44,7 +44,7 @@ SCHEMA = {
 
 @pytest.fixture
 def tokenizer() -> Tokenizer:
-    return load_tokenizer(demo.model_folder(), load_spec(demo.model_folder()), None)
+    return load_tokenizer(demo.model_folder(), load_plan(demo.model_folder()), None)
 
 
 def source_of(kind: GrammarKind, text: Any) -> GrammarSource:
@@ -74,7 +74,7 @@ class Shared:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Shared]:
-    found = load_tokenizer(demo.model_folder(), load_spec(demo.model_folder()), None)
+    found = load_tokenizer(demo.model_folder(), load_plan(demo.model_folder()), None)
     with asyncio.Runner() as runner:
         yield Shared(found, runner)
         runner.run(found.grammars.close())

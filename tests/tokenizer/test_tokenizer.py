@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from caraserve import demo
 from caraserve.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 from caraserve.tokenizer.tokenizer import Tokenizer, find_infill_format, load_tokenizer
 from tests.oracle.models import make_model
 
@@ -25,7 +25,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def loaded(folder: Path) -> Tokenizer:
-    return load_tokenizer(folder, load_spec(folder), None)
+    return load_tokenizer(folder, load_plan(folder), None)
 
 
 def with_file(tmp_path: Path, **files: Any) -> Path:
@@ -139,7 +139,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, files: dict[str, Any], words: s
 def test_a_malicious_template_is_stopped(tmp_path: Path, template: str, words: str) -> None:
     path = tmp_path / "template.jinja"
     path.write_text(template)
-    tokenizer = load_tokenizer(demo.model_folder(), load_spec(demo.model_folder()), path)
+    tokenizer = load_tokenizer(demo.model_folder(), load_plan(demo.model_folder()), path)
     with pytest.raises(InvalidRequest, match=words):
         tokenizer.chat([{"role": "user", "content": "x"}], add_generation_prompt=True)
 
@@ -176,7 +176,7 @@ def test_parts_of_text_are_joined_and_a_final_message_can_be_continued() -> None
 def test_a_final_message_is_continued_where_its_text_ends(tmp_path: Path, template: str, words: str | None) -> None:
     path = tmp_path / "template.jinja"
     path.write_text(template)
-    tokenizer = load_tokenizer(demo.model_folder(), load_spec(demo.model_folder()), path)
+    tokenizer = load_tokenizer(demo.model_folder(), load_plan(demo.model_folder()), path)
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Once upon"}]
     if words is not None:
         with pytest.raises(InvalidRequest, match=words):

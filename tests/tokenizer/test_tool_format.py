@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from caraserve import demo
 from caraserve.config import ModelConfig
 from caraserve.core.grammar import Grammar
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 from caraserve.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from caraserve.tokenizer.tool_format import (
     HERMES,
@@ -147,7 +147,7 @@ def test_the_format_is_that_of_the_template(template: str, parser: str | None, e
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return load_tokenizer(demo.model_folder(), load_spec(demo.model_folder()), None)
+    return load_tokenizer(demo.model_folder(), load_plan(demo.model_folder()), None)
 
 
 SCHEMA = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"]}

@@ -12,26 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from caraserve.bench.synthetic import Shape, shape_spec
+from caraserve.bench.synthetic import MODULES, Shape, shape_spec
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.profiling.microbench import adapter_spec, random_adapter
 
-QKV = SITES[:3]
+QKV = MODULES[:3]
 _HEAD_DIM = 128
 
 
-def one_layer_spec(hidden: int, layers: int = 1) -> ModelSpec:
+def one_layer_spec(hidden: int, layers: int = 1) -> DecoderPlan:
     """Returns a model with full-size attention projections and a minimal MLP and vocabulary: LoRA needs no more."""
     heads = max(1, hidden // _HEAD_DIM)
     return shape_spec(Shape(hidden, layers, 64, 64, heads, heads), 1024)
 
 
-def adapter_of(model: ModelSpec, dtype: Dtype, rank: int) -> HostAdapter:
+def adapter_of(plan: DecoderPlan, dtype: Dtype, rank: int) -> HostAdapter:
     """Returns an adapter for q, k and v in every layer, as in the papers, with random weights in new memory."""
-    spec = adapter_spec(model, dtype, rank, model.layers, QKV)
-    return random_adapter(model, spec, aligned_bytes(spec.num_bytes))
+    spec = adapter_spec(plan, dtype, rank, len(plan.layers), QKV)
+    return random_adapter(plan, spec, aligned_bytes(spec.num_bytes))
 
 
 _WEIGHTS_BYTES = 64 << 20  # of all layers of one point: more than any L2 cache, and than a core's share of L3

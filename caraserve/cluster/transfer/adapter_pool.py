@@ -27,7 +27,7 @@ from caraserve.lora.adapter import AdapterTier, Done, LayersArrived, UploadSourc
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.registry import AdapterInfo
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.telemetry.prometheus import family
 from caraserve.util.tasks import Tasks
 
@@ -55,13 +55,13 @@ class AdapterPool:
         reader: AdapterReader,
         stored: DiskCache,
         transfers: PeerClient,
-        model: ModelSpec,
+        plan: DecoderPlan,
         most_bytes: int,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`most_bytes`: size of the disk cache."""
         self._holders = HolderWatch(member)
-        self.downloader = Downloader(self._holders, transfers, model, now)
+        self.downloader = Downloader(self._holders, transfers, plan, now)
         self.store = AdapterStore(member, publisher, catalog.manager, reader, stored, most_bytes, now)
         self._member, self._publisher, self._catalog, self._now = member, publisher, catalog, now
         self._joined_s: float | None = None  # unix time

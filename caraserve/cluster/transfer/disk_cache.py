@@ -25,7 +25,7 @@ from caraserve.core.adapter_rules import DIGEST
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.errors import AdapterRejected, ConfigError
 from caraserve.lora.manifest import MAX_MANIFEST_BYTES, ChunkHasher, manifest_of, read_manifest
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import align_up
 
 _MAGIC = b"CARAIMG1"
@@ -45,10 +45,10 @@ class DiskCache:
     """The files and their sizes. Methods that touch the disk run on other threads, one at a time; the rest on the event
     loop."""
 
-    def __init__(self, folder: Path | None, model: ModelSpec) -> None:
+    def __init__(self, folder: Path | None, plan: DecoderPlan) -> None:
         """`folder` None: a temporary one, deleted by `close`. Raises ConfigError."""
         self._lock: int | None = None  # of a folder made for this run alone
-        self._model = model
+        self._model = plan
         try:
             if folder is None:
                 _clear_temporary(Path(tempfile.gettempdir()))

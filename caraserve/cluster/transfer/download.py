@@ -31,7 +31,7 @@ from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, Unreachable
 from caraserve.lora.adapter import LayersArrived
 from caraserve.lora.manifest import MAX_MANIFEST_BYTES, chunk_ends, read_manifest
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 
 _SOURCES = 3  # holders that send one adapter at a time
 _RUN = 4  # chunks in one request
@@ -137,14 +137,14 @@ class Downloader:
         self,
         peers: HolderWatch,
         client: PeerClient,
-        model: ModelSpec,
+        plan: DecoderPlan,
         now: Callable[[], float] = time.monotonic,
         patience_s: float = _PATIENCE_S,
         slow_s: float = _SLOW_S,
     ) -> None:
         self.counts = DownloadCounts()
         self.in_progress = 0
-        self._peers, self._client, self._model = peers, client, model
+        self._peers, self._client, self._model = peers, client, plan
         self._now, self._patience_s, self._slow_s = now, patience_s, slow_s
         self._runs = asyncio.Semaphore(_MAX_RUNS)
         # Kept while runs use them or wait, as instances come and go.

@@ -1,10 +1,9 @@
 """Assisted prefills: prompts computed with the help of CPU workers, chunk by chunk on the assist lane (Toppings §4.2).
 
-Before a chunk is launched, a work order is written for each layer and module group that may have to be handed off. It
-says what each worker computes; the device decides, when it reaches the layer, whether the workers are asked. If a
-chunk's workers fail, the whole chunk and the rest of its prompt are void: the engine computes the prompt again without
-workers. Chunks of one prompt run one after another; as many chunks of different prompts are in flight as there are sync
-slots.
+Before a chunk is launched, a work order is written for each layer and group that may have to be handed off. It says
+what each worker computes; the device decides, when it reaches the layer, whether the workers are asked. If a chunk's
+workers fail, the whole chunk and the rest of its prompt are void: the engine computes the prompt again without workers.
+Chunks of one prompt run one after another; as many chunks of different prompts are in flight as there are sync slots.
 """
 
 import contextlib
@@ -19,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.batch import Batch, RowResult, ScheduledRow, StepResult
-from caraserve.core.lora_layout import GROUPS, QKV
 from caraserve.core.outputs import Output, append_tokens, collect, outputs_of
 from caraserve.cpu.lora_workers.pool import WorkerPool, WorkerState
 from caraserve.cpu.lora_workers.timing import RoundTrip
@@ -32,7 +30,6 @@ from caraserve.gpu.assist.predictions import AssistPredictions
 from caraserve.gpu.driver.api import DriverError, Stream, successor
 from caraserve.gpu.driver.streams import Lane, at, latest
 from caraserve.gpu.forward.decoder import issue_pass
-from caraserve.gpu.forward.graphs import QKV_ALONE
 from caraserve.gpu.forward.iteration import Done, LaneResources, return_results, values_of
 from caraserve.gpu.forward.lanes import capture
 from caraserve.gpu.forward.lora_pass import HandOffMemory
@@ -40,12 +37,12 @@ from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages, Registered
 from caraserve.gpu.memory.copier import DeviceContext
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, HostRegion, x_stride
 from caraserve.gpu.memory.link_queue import LoraSource, choose_source
-from caraserve.gpu.memory.pass_shape import PassShape
+from caraserve.gpu.memory.pass_shape import PassShape, all_groups
 from caraserve.gpu.memory.request_state import RequestSlots
 from caraserve.gpu.memory.results import Results
 from caraserve.gpu.memory.sync_slots import RegionWords, SyncSlot
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 
 log = logging.getLogger(__name__)
 _PATIENCE_S = 0.1  # assumed time of one that is measured, which the watchdog aborts after five times as long …
@@ -106,7 +103,7 @@ class AssistedPrefills:
         images: DeviceImages,
         slots: RequestSlots,
         assist_resources: AssistResources,
-        spec: ModelSpec,
+        plan: DecoderPlan,
         wake: Callable[[], None],
         graph_bytes: int = 0,
     ) -> None:
@@ -114,25 +111,26 @@ class AssistedPrefills:
         self._driver, self._timelines = context.driver, context.timelines
         self._compute_ring, self._ring = context.ring, context.assist_ring
         self._copier, self._queue = context.copier, context.queue
-        self._images, self._slots, self._spec, self._wake = images, slots, spec, wake
+        self._images, self._slots, self._plan, self._wake = images, slots, plan, wake
         self._resources, self._batch, self._host = parts, parts.batch, parts.host
         self._decoder, self._masks = parts.decoder, parts.masks
         self._region, self._memory = assist_resources.region, assist_resources.memory
         self._workers, self._watchdog = assist_resources.workers, assist_resources.watchdog
-        self._lane = AssistLane(self._driver, self._timelines, self._copier, spec.layers)
-        region, hand_offs = self._region, spec.layers * len(GROUPS)
+        self._lane = AssistLane(self._driver, self._timelines, self._copier, len(plan.layers))
+        region, hand_offs = self._region, len(plan.layers) * plan.most_groups
         self._words = RegionWords(region.region)
         offsets = [buffers.sync_slot for buffers in region.hand_off_buffers]
         self._sync_slots = SyncSlotPool(self._words, [SyncSlot.at(offset, hand_offs) for offset in offsets])
         self._batch_words = self._host.empty()
-        self._writer = WorkOrderWriter(spec, region, self._memory, assist_resources.dtype)
+        self._writer = WorkOrderWriter(plan, region, self._memory, assist_resources.dtype)
         self._hand_offs = HandOffMemory.empty(
-            (len(GROUPS), spec.layers, self._writer.order_words),
+            (plan.most_groups, len(plan.layers), self._writer.order_words),
             len(self._workers),
-            [x_stride(spec, group) for group in range(len(GROUPS))],
+            [x_stride(shape) for shape in plan.group_shapes],
             self._batch.words.device,
         )
-        self.graphs = ChunkGraphs(self._driver, self._decoder, self._hand_offs, parts.capacity.tile_tokens, graph_bytes)
+        tile_tokens = parts.capacity.tile_tokens
+        self.graphs = ChunkGraphs(self._driver, self._decoder, plan, self._hand_offs, tile_tokens, graph_bytes)
         self._waiting: deque[_Prompt] = deque()
         self._issuing: _Issuing | None = None
         self._in_flight: list[_Chunk] = []  # issued completely
@@ -244,9 +242,8 @@ class AssistedPrefills:
         row = row if is_last else replace(row, samples=False, embeds=False)
         row = row if row.samples else replace(row, logprobs=None, matcher=None)
         outputs = outputs_of((row,), self._slots.prompt_tokens)
-        shape = self._host.fill(self._batch_words, (row,), outputs, all_prompt=True)
         slot, bound = row.adapter_slot, self._images.bound[row.adapter_slot]
-        shape = replace(shape, groups=bound.any_groups)
+        shape = self._host.fill(self._batch_words, (row,), outputs, bound.shapes, all_prompt=True)
         graph = self.graphs.find(shape)
         chunk = AssistedChunk(
             slot=slot,
@@ -312,7 +309,7 @@ class AssistedPrefills:
             if self._words.load(flags.x_flag) == sync_slot.generation
         ]
         done = [(index, flags) for index, flags in asked if self._words.load(flags.y_flag) == sync_slot.generation]
-        prompt.cpu_layers |= {index // len(GROUPS) for index, _ in done}
+        prompt.cpu_layers |= {index // self._plan.most_groups for index, _ in done}
         prompt.cpu_lora_ms += sum(self._words.load(flags.spent_ns) for _, flags in done) / 1e6
         late = self._workers.states() if has_failed or len(done) < len(asked) else ()
         self._release(chunk.row.adapter_slot, sync_slot, late)
@@ -349,50 +346,52 @@ class AssistedPrefills:
         self._ring.send(self._batch.words.data_ptr(), self._host.empty())
         self._ring.flush()
         for tokens in (2, 16, ASSISTED_CHUNK_TOKENS):
-            shape = PassShape(tokens, 0, 1, 1, 1, has_items=False, context=0)
-            issue_pass(self._decoder.make_pass(shape, hand_offs=self._hand_offs), stream, self._spec.layers)
+            shape = PassShape(tokens, 0, 1, 1, 1, has_items=False, context=0, groups=all_groups(self._plan))
+            issue_pass(self._decoder.make_pass(shape, hand_offs=self._hand_offs), stream, len(self._plan.layers))
         self._timelines.settle(Lane.ASSIST)
         advance()
         self.graphs.capture_all(stream, lambda: self._timelines.settle(Lane.ASSIST), advance)
 
     def time_hand_offs(self, slot: int, tokens: int) -> RoundTrip | None:
-        """Times hand-offs of q, k and v of all layers to one worker, one after another in a graph, with the kernels,
-        words and memory of serving, and returns their mean. The adapter in `slot` must be loaded; the device treats its
-        layers as missing. Returns None if a prompt is open, no worker is idle, or one fails. Raises DriverError."""
+        """Times hand-offs of q, k and v to one worker, in each layer that has such, one after another in a graph, with
+        the kernels, words and memory of serving, and returns their mean. The adapter in `slot` must be loaded; the
+        device treats its layers as missing. Returns None if a prompt is open, no worker is idle, or one fails, or if no
+        layer has q, k and v. Raises DriverError."""
         states = self._workers.states()
         self._sync_slots.reclaim(states)
         idle = idle_workers(states)[:1]
-        if self.is_open or not idle or (sync_slot := self._sync_slots.acquire()) is None:
+        groups = [_groups_among(shapes, self._plan.attention_inputs) for shapes in self._plan.shapes_of_groups]
+        if self.is_open or not idle or not any(groups) or (sync_slot := self._sync_slots.acquire()) is None:
             return None
         self._watch_workers(True)
         try:
-            bound, layers = self._images.bound[slot], self._spec.layers
+            bound, workers = self._images.bound[slot], [LoraSource.WORKERS] * len(self._plan.layers)
             missing = successor(bound.generation)  # the ready words do not have this value
-            workers, groups = [LoraSource.WORKERS] * layers, [QKV_ALONE] * layers
             ready = self._images.ready_words(slot)
             chunk = AssistedChunk(slot, sync_slot, workers, groups, ready, missing, wait_s=_GIVE_UP_S)
             orders = self._writer.write(chunk, bound.adapter, tokens, idle, lambda rank: tokens)
             self._watchdog.watch(sync_slot, {index: _PATIENCE_S for _, _, index, _ in chunk.hand_offs()})
-            spent_s = self._run_hand_offs(orders, tokens)
+            spent_s = self._run_hand_offs(chunk, orders, tokens)
             return None if spent_s is None else self._mean_round_trip(chunk, spent_s)
         finally:
             self._watchdog.unwatch(sync_slot)
             self._sync_slots.release(sync_slot, self._workers.states())
             self._watch_workers(False)
 
-    def _run_hand_offs(self, orders: ChunkOrders, tokens: int) -> float | None:
-        """Runs the hand-offs of q, k and v of all layers by these orders, as a graph: launched one by one, their
-        kernels would take as long as the launches. Returns the time in s, or None if the driver makes no graph."""
-        shape = PassShape(tokens, 0, 1, 0, 1, has_items=False, context=0, groups=QKV_ALONE)
+    def _run_hand_offs(self, chunk: AssistedChunk, orders: ChunkOrders, tokens: int) -> float | None:
+        """Runs a chunk's hand-offs of q, k and v by these orders, as a graph: launched one by one, their kernels would
+        take as long as the launches. Returns the time in s, or None if the driver makes no graph."""
+        groups = self._plan.attention_inputs
+        shape = PassShape(tokens, 0, 1, 0, 1, has_items=False, context=0, groups=groups)
         steps, stream = self._decoder.make_pass(shape, hand_offs=self._hand_offs), self._timelines.streams[Lane.ASSIST]
 
         def issue() -> None:
-            for layer in range(self._spec.layers):
-                steps.publish(layer, QKV, stream)
-                steps.add_handed_off(layer, QKV, stream)
+            for layer, group, _, _ in chunk.hand_offs():
+                steps.publish(layer, group, stream)
+                steps.add_handed_off(layer, group, stream)
 
         self._ring.send(self._batch.words.data_ptr(), self._host.empty())
-        self._send_orders(np.zeros_like(orders.words), QKV_ALONE)
+        self._send_orders(np.zeros_like(orders.words), groups)
         self._ring.flush()
         issue()  # all kernels are loaded before the capture; without orders nothing is handed off
         self._timelines.settle(Lane.ASSIST)
@@ -401,7 +400,7 @@ class AssistedPrefills:
         except DriverError as error:  # there may be no device memory left for one
             log.warning("hand-offs to CPU workers were not timed: %s", error)
             return None
-        self._send_orders(orders.words, QKV_ALONE)
+        self._send_orders(orders.words, groups)
         self._ring.flush()
         self._timelines.settle(Lane.ASSIST)
         started_s = time.perf_counter()
@@ -414,28 +413,30 @@ class AssistedPrefills:
     def _mean_round_trip(self, chunk: AssistedChunk, spent_s: float) -> RoundTrip | None:
         """Returns the mean time of a chunk's hand-offs, or None if a worker was not asked for one, or did
         not finish one."""
-        generation, layers = chunk.sync_slot.generation, self._spec.layers
+        generation = chunk.sync_slot.generation
         flags = [entry for _, _, _, entry in chunk.hand_offs()]
         # Without its worker the device sets y_flag itself; x_flag is set only if the worker was asked.
         is_done = all(self._words.load(word) == generation for entry in flags for word in (entry.x_flag, entry.y_flag))
         if not is_done or self._words.load(chunk.sync_slot.status) == generation:
             return None
         compute_s = sum(self._words.load(entry.spent_ns) for entry in flags) / 1e9
-        return RoundTrip(spent_s / layers, compute_s / layers)
+        return RoundTrip(spent_s / len(flags), compute_s / len(flags))
 
     # --- what a chunk is made of ---
 
     def _hand_offs_s(self, tokens: int, bound: BoundAdapter, workers: int) -> float:
         """Predicts the time of a layer's hand-offs to so many workers."""
-        work = self.predictions.work_of(tokens, bound.stored.rank, bound.any_groups != QKV_ALONE, workers)
+        has_all = not bound.shapes <= self._plan.attention_inputs
+        work = self.predictions.work_of(tokens, bound.stored.rank, has_all, workers)
         return self.predictions.hand_offs_s(work)
 
     def _send_orders(self, words: NDArray[np.int64], groups: Collection[int]) -> None:
-        """Clears the flags of hand-offs, and sends the work orders of the module groups that a pass has: `words` of
+        """Clears the flags of hand-offs, and sends the work orders of a pass over these group shapes: `words` of
         ChunkOrders. Those of other groups stay as an earlier chunk left them."""
         self._ring.send(self._hand_offs.flags.data_ptr(), np.zeros(2, np.int32))
         if groups:
-            self._ring.send(self._hand_offs.orders.data_ptr(), words[: max(groups) + 1])
+            last = max(self._plan.group_shapes[shape].index for shape in groups)
+            self._ring.send(self._hand_offs.orders.data_ptr(), words[: last + 1])
 
     def _sources(self, bound: BoundAdapter, slot: int, tokens: int, workers: int) -> list[LoraSource]:
         """Predicts for each layer where its LoRA will come from when the device gets there."""
@@ -444,7 +445,7 @@ class AssistedPrefills:
         issued_s = self._queue.arrival_of_issued(now_s)
         stall_s = self._hand_offs_s(tokens, bound, workers) if workers else None
         found = []
-        for layer in range(self._spec.layers):
+        for layer in range(len(self._plan.layers)):
             group = self._copier.group_of(slot, layer)
             found.append(
                 choose_source(
@@ -455,3 +456,8 @@ class AssistedPrefills:
                 )
             )
         return found
+
+
+def _groups_among(shapes: Sequence[int], wanted: Collection[int]) -> frozenset[int]:
+    """Returns the groups of a layer that have one of the wanted shapes. `shapes`: of each of the layer's groups."""
+    return frozenset(group for group, shape in enumerate(shapes) if shape in wanted)

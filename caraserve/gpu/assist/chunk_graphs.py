@@ -1,7 +1,7 @@
 """Captured graphs of assisted chunks, so that a chunk is launched by one call instead of one for each kernel.
 
-A graph is captured for a number of tokens; a shorter chunk is padded. In every layer it hands off all its module
-groups: the work orders, which a chunk sends before, say for each of them whether workers are asked, where x, deltas and
+A graph is captured for a number of tokens; a shorter chunk is padded. In every layer it hands off all its groups: the
+work orders, which a chunk sends before, say for each of them whether workers are asked, where x, deltas and
 words are, and for which weights the device waits. So one graph serves any adapter and any sync slot. Sampling is not
 part of it: few chunks sample, and the head is a large product.
 """
@@ -11,21 +11,22 @@ from dataclasses import dataclass, replace
 
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.forward.decoder import Decoder
-from caraserve.gpu.forward.graphs import NODE_BYTES, QKV_ALONE
+from caraserve.gpu.forward.graphs import NODE_BYTES
 from caraserve.gpu.forward.lanes import CapturedPass, PassCapturer
 from caraserve.gpu.forward.lora_pass import HandOffMemory
 from caraserve.gpu.kernels.lora import most_segments
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS
-from caraserve.gpu.memory.pass_shape import ALL_GROUPS, PassShape
+from caraserve.gpu.memory.pass_shape import PassShape, all_groups
+from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import ceil_div
 
 _SIZES = (32, 64, ASSISTED_CHUNK_TOKENS)  # products of fewer rows take as long: they read the weights meanwhile
-_NODES_PER_LAYER = {QKV_ALONE: 15, ALL_GROUPS: 33}
+_NODES_PER_HAND_OFF = 6
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkGraph:
-    """A captured chunk and its shape: the work orders of all the shape's module groups are read."""
+    """A captured chunk and its shape: the work orders of all the shape's groups are read."""
 
     shape: PassShape
     captured: CapturedPass
@@ -35,15 +36,21 @@ class ChunkGraphs:
     """The graphs of the assist lane. Used by the launching thread only."""
 
     def __init__(
-        self, driver: Driver, decoder: Decoder, hand_offs: HandOffMemory, tile_tokens: int, budget_bytes: int
+        self,
+        driver: Driver,
+        decoder: Decoder,
+        plan: DecoderPlan,
+        hand_offs: HandOffMemory,
+        tile_tokens: int,
+        budget_bytes: int,
     ) -> None:
         """`tile_tokens`: the most of a tile of prefill attention. `budget_bytes`: of device memory, for all graphs."""
         self._decoder, self._hand_offs, self._left_bytes = decoder, hand_offs, budget_bytes
-        shapes = [_shape(size, groups, tile_tokens) for size in _SIZES for groups in _NODES_PER_LAYER]
-        fits = expected_bytes(decoder.spec.layers) <= budget_bytes
+        shapes = [_shape(size, groups, tile_tokens) for size in _SIZES for groups in _variants(plan)]
+        fits = expected_bytes(plan) <= budget_bytes
         self._shapes = shapes if fits else []
         self._captured: list[ChunkGraph] = []
-        self._capturer = PassCapturer(driver, decoder.spec.layers)
+        self._capturer = PassCapturer(driver, len(plan.layers))
         self.failures = self._capturer.failures
 
     @property
@@ -78,9 +85,21 @@ class ChunkGraphs:
         return next((graph for graph in self._captured if wanted.fits(graph.shape)), None)
 
 
-def expected_bytes(layers: int) -> int:
+def expected_bytes(plan: DecoderPlan) -> int:
     """Returns the device memory that all graphs of a model are expected to take."""
-    return len(_SIZES) * layers * sum(_NODES_PER_LAYER.values()) * NODE_BYTES
+    return len(_SIZES) * sum(_nodes(plan, groups) for groups in _variants(plan)) * NODE_BYTES
+
+
+def _variants(plan: DecoderPlan) -> tuple[frozenset[int], ...]:
+    """Returns the group shapes that graphs hand off: q, k and v alone, and all."""
+    return plan.attention_inputs, all_groups(plan)
+
+
+def _nodes(plan: DecoderPlan, groups: frozenset[int]) -> int:
+    """Returns the kernels of a pass that hands off these group shapes. A layer of a Llama, with four groups, has nine
+    kernels besides: four products, two norms, one for q and k, attention and the activation."""
+    hand_offs = sum(len(groups.intersection(shapes)) for shapes in plan.shapes_of_groups)
+    return sum(2 * len(shapes) + 1 for shapes in plan.shapes_of_groups) + _NODES_PER_HAND_OFF * hand_offs
 
 
 def _shape(tokens: int, groups: frozenset[int], tile_tokens: int) -> PassShape:

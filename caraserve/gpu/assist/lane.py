@@ -7,7 +7,6 @@ own for its batch.
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
-from caraserve.core.lora_layout import GROUPS
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.driver.streams import Lane, Marks, Timelines
 from caraserve.gpu.forward.decoder import DecoderPass, decoder_layer
@@ -32,17 +31,26 @@ class AssistedChunk:
     slot: int  # of the adapter
     sync_slot: SyncSlot
     sources: Sequence[LoraSource]  # by layer
-    groups: Sequence[Collection[int]]  # by layer: the module groups that the adapter has
+    groups: Sequence[Collection[int]]  # by layer: its groups in which the adapter has a module
     ready: Sequence[int]  # by layer: device address of its ready word
     ready_generation: int
     wait_s: float = 10.0  # for workers or weights, in each layer; then the chunk is void, and its prompt starts again
 
+    @property
+    def most_groups(self) -> int:
+        """The groups of the layer that has most, by which hand-offs are numbered."""
+        return len(self.sync_slot.flags) // len(self.sources)
+
+    def index(self, layer: int, group: int) -> int:
+        """Returns the number of a hand-off."""
+        return layer * self.most_groups + group
+
     def hand_offs(self) -> Iterator[tuple[int, int, int, HandOffFlags]]:
-        """Yields (layer, module group, index, flags) of each hand-off that workers may be asked for, in the device's
+        """Yields (layer, group, index, flags) of each hand-off that workers may be asked for, in the device's
         order."""
         for layer, source in enumerate(self.sources):
             for group in sorted(self.groups[layer]) if source is LoraSource.WORKERS else ():
-                index = layer * len(GROUPS) + group
+                index = self.index(layer, group)
                 yield layer, group, index, self.sync_slot.flags[index]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.lora_layout import GROUPS, HostAdapter
+from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.adapters import fill_entries
 from caraserve.cpu.structs import LORA_ENTRY
 from caraserve.gpu.assist.lane import AssistedChunk
@@ -22,22 +22,39 @@ from caraserve.gpu.kernels.work_orders import (
     work_order_bytes,
     work_orders,
 )
-from caraserve.gpu.memory.adapter_tables import GROUP_SITES
 from caraserve.gpu.memory.adapters import RegisteredMemory
-from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, HostRegion, inputs_of, x_stride
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, HostRegion, x_stride
 from caraserve.gpu.memory.link_queue import LoraSource
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec
+from caraserve.model.plan import DecoderPlan, GroupShape
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkOrders:
-    """The work orders of a chunk. `words`: int64 [module groups, layers, words], zeros where the adapter has nothing;
+    """The work orders of a chunk. `words`: int64 [most groups, layers, words], zeros where the adapter has nothing;
     `slices`: of all workers; `answer_bytes`: deltas that the device will read."""
 
     words: Int64s
     slices: int
     answer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """The groups of one shape. A layer has one of them or none; in all layers it has the same index."""
+
+    shape: GroupShape
+    layers: NDArray[np.bool_]  # [layers], which have one
+    first_site: NDArray[np.intp]  # [layers], index of its first site
+
+    @classmethod
+    def of(cls, plan: DecoderPlan) -> "list[_Groups]":
+        """Returns the groups of each shape."""
+        groups = [cls(shape, *np.zeros((2, len(plan.layers)), np.intp)) for shape in plan.group_shapes]
+        for layer, shapes in enumerate(plan.shapes_of_groups):
+            for group, shape in zip(plan.layers[layer].groups, shapes, strict=True):
+                groups[shape].layers[layer], groups[shape].first_site[layer] = True, group.sites[0].index
+        return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +69,11 @@ class _Part:
 class WorkOrderWriter:
     """Writes work orders and counts each worker's hand-offs. Used by the launching thread only."""
 
-    def __init__(self, spec: ModelSpec, region: HostRegion, memory: RegisteredMemory, dtype: Dtype) -> None:
+    def __init__(self, plan: DecoderPlan, region: HostRegion, memory: RegisteredMemory, dtype: Dtype) -> None:
         """`dtype`: of x and deltas."""
-        self._spec, self._region, self._memory, self._dtype = spec, region, memory, dtype
+        self._plan, self._region, self._memory, self._dtype = plan, region, memory, dtype
         self._buffers = {buffers.sync_slot: buffers for buffers in region.hand_off_buffers}
-        self._outputs = [[spec.site_shape(site)[1] for site in group] for group in GROUPS]
+        self._groups = _Groups.of(plan)
         self._numbers: dict[int, int] = {}  # by worker, of its last hand-off
         self._blocks = memory.on_device(int(region.blocks.ctypes.data))
         workers = len(region.blocks) // region.block_bytes
@@ -76,21 +93,24 @@ class WorkOrderWriter:
         slices = split_rows(tokens, tokens_per_worker(adapter.spec.rank), max(1, len(idle)))
         parts = [_Part(worker, *rows) for worker, rows in zip(idle, slices, strict=False)]
         is_helped = np.array([source is LoraSource.WORKERS and bool(parts) for source in chunk.sources])
-        has_group = np.array([[group in groups for group in range(len(GROUPS))] for groups in chunk.groups])
-        by_workers = has_group & is_helped[:, None]  # [layers, groups]
+        most = self._plan.most_groups
+        has_group = np.array([[group in groups for group in range(most)] for groups in chunk.groups])
+        by_workers = has_group & is_helped[:, None]  # [layers, most groups]
         numbers, entries = self._take_numbers(parts, by_workers), self._entries(adapter)
-        made = np.zeros((len(GROUPS), self._spec.layers, self.order_words), np.int64)
+        made = np.zeros((most, len(self._plan.layers), self.order_words), np.int64)
         outputs = 0
-        for group in np.flatnonzero(has_group.any(0)).tolist():
-            waiting, helped = (np.flatnonzero(has_group[:, group] & (is_helped == is_so)) for is_so in (False, True))
+        for groups in self._groups:
+            shape, group = groups.shape, groups.shape.index
+            has_one = has_group[:, group] & groups.layers
+            waiting, helped = (np.flatnonzero(has_one & (is_helped == is_so)) for is_so in (False, True))
             if len(waiting):
                 addresses = self._addresses(chunk, group, waiting, with_flags=False)
                 made[group, waiting] = orders_without_workers(addresses, self.order_words)
             if len(helped):
-                sites = slice(GROUP_SITES[group].start, GROUP_SITES[group].stop)
-                modules = HostModules(entries[helped, sites], self._outputs[group])
+                sites = groups.first_site[helped, None] + np.arange(len(shape.widths))
+                modules = HostModules(entries[helped[:, None], sites], shape.widths)
                 addresses = self._addresses(chunk, group, helped, with_flags=True)
-                tasks, region = self._tasks(chunk, group, parts), self._input(chunk, group)
+                tasks, region = self._tasks(chunk, shape, parts), self._input(chunk, shape)
                 made[group, helped] = work_orders(
                     tasks, numbers[helped, group], modules, region, addresses, self.order_words
                 )
@@ -99,7 +119,7 @@ class WorkOrderWriter:
         return ChunkOrders(made, len(parts) * int(by_workers.sum()), answered)
 
     def _take_numbers(self, parts: Sequence[_Part], by_workers: NDArray[np.bool_]) -> Int64s:
-        """Returns the workers' next numbers, int64 [layers, groups, parts], which rise in the device's order."""
+        """Returns the workers' next numbers, int64 [layers, most groups, parts], which rise in the device's order."""
         ordinal = np.cumsum(by_workers.ravel()).reshape(by_workers.shape)
         last = np.array([self._numbers.get(part.worker, 0) for part in parts], np.int64)
         for part, number in zip(parts, last.tolist(), strict=True):
@@ -107,8 +127,8 @@ class WorkOrderWriter:
         return last + ordinal[:, :, None]
 
     def _entries(self, adapter: HostAdapter) -> NDArray[np.void]:
-        """Returns the adapter's modules in host memory, LORA_ENTRY [layers, sites]."""
-        entries = np.zeros((self._spec.layers, len(SITES)), LORA_ENTRY)
+        """Returns the adapter's modules in host memory, LORA_ENTRY [layers, most sites]."""
+        entries = np.zeros((len(self._plan.layers), self._plan.most_sites), LORA_ENTRY)
         fill_entries(entries, adapter.spec, self._region.region.offset(int(adapter.data.ctypes.data)))
         return entries
 
@@ -116,7 +136,7 @@ class WorkOrderWriter:
         self, chunk: AssistedChunk, group: int, layers: NDArray[np.intp], *, with_flags: bool
     ) -> SyncAddresses:
         base, slot = self._memory.device_base, chunk.sync_slot
-        flags = [slot.flags[layer * len(GROUPS) + group] for layer in layers.tolist()]
+        flags = [slot.flags[chunk.index(layer, group)] for layer in layers.tolist()]
         x_flags, y_flags = (
             np.array([base + at if with_flags else 0 for at in offsets], np.int64)
             for offsets in ([each.x_flag for each in flags], [each.y_flag for each in flags])
@@ -131,8 +151,8 @@ class WorkOrderWriter:
             y_flags=y_flags,
         )
 
-    def _tasks(self, chunk: AssistedChunk, group: int, parts: Sequence[_Part]) -> list[WorkerTask]:
-        area, (_, stride) = self._buffers[chunk.sync_slot.offset].deltas, delta_columns(self._outputs[group])
+    def _tasks(self, chunk: AssistedChunk, shape: GroupShape, parts: Sequence[_Part]) -> list[WorkerTask]:
+        area, (_, stride) = self._buffers[chunk.sync_slot.offset].deltas, delta_columns(shape.widths)
         row_bytes = self._dtype.itemsize * stride
         tasks = []
         for part in parts:
@@ -140,7 +160,6 @@ class WorkOrderWriter:
             tasks.append(WorkerTask(part.worker, block, part.first, part.rows, area + row_bytes * part.first))
         return tasks
 
-    def _input(self, chunk: AssistedChunk, group: int) -> SharedInput:
-        buffers, spec = self._buffers[chunk.sync_slot.offset], self._spec
-        base, stride, inputs = self._memory.device_base, x_stride(spec, group), inputs_of(spec, group)
-        return SharedInput(base, buffers.x, stride, inputs, self._dtype, buffers.wide_x)
+    def _input(self, chunk: AssistedChunk, shape: GroupShape) -> SharedInput:
+        buffers, base = self._buffers[chunk.sync_slot.offset], self._memory.device_base
+        return SharedInput(base, buffers.x, x_stride(shape), shape.inputs, self._dtype, buffers.wide_x)

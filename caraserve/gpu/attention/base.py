@@ -10,25 +10,20 @@ import torch
 from torch import Tensor
 
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
-from caraserve.model.spec import ModelSpec
 
 NO_WINDOW = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """How a layer attends: a score is `q·k · scale`, or with a cap `cap · tanh(q·k · scale / cap)`, and a query at
-    position p sees positions (p - window, p]."""
+    """How a layer attends: a score is s = `q·k · scale + slope · (key's position - query's)`, or with a cap
+    `cap · tanh(s / cap)`, and a query at position p sees positions (p - window, p]."""
 
     scale: float
     cap: float | None = None
     window: int = NO_WINDOW
-
-
-def layer_attention(spec: ModelSpec) -> tuple[LayerAttention, ...]:
-    """Returns how each layer of a model attends."""
-    scale = spec.head_dim**-0.5
-    return tuple(LayerAttention(scale, window=window or NO_WINDOW) for window in spec.windows)
+    sinks: Tensor | None = None  # float32 [heads], a score for each head that takes weight and has no value
+    slopes: Tensor | None = None  # float32 [heads], of ALiBi
 
 
 class Scratch(Protocol):

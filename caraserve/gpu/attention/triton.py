@@ -24,6 +24,7 @@ SPLIT_TOKENS = 256  # short enough that one long request fills a GPU, long enoug
 _MERGED_AT_ONCE = 16  # splits: a context of 32768 tokens takes 8 steps, each as long as one access to memory
 _MOST_PROGRAMS = 2048  # of `decode_kernel`, unless there are more rows; a small multiple of what runs at once on a GPU
 _LOG2_E = 1.4426950408889634
+_BASE_2 = tl.constexpr(_LOG2_E)  # what makes a score one for `exp2`
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +50,15 @@ class SplitScratch:
 
 @triton.jit
 def _attend_tiles(  # type: ignore[no-untyped-def]
-    queries, position, keys, values, blocks, start, end, whole_start, whole_end, scale, cap, window,
+    queries, position, slopes, keys, values, blocks, start, end, whole_start, whole_end, scale, cap, window,
     block_stride, token_stride,
-    HAS_CAP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Computes online softmax of queries [BM, DIM_PAD] at `position` [BM] over keys [start, end).
 
     Returns weighted sums of values [BM, DIM_PAD], best scores and masses [BM]. `start` is a multiple of BN; all queries
-    see all keys [whole_start, whole_end). `scale` and `cap`: see `_factors`.
+    see all keys [whole_start, whole_end). `scale` and `cap`: see `_factors`; slopes: [BM], of scores in the same unit.
     """
     tl.static_assert(BN % BLOCK == 0, "a tile has whole blocks")
     column, lane = tl.arange(0, DIM_PAD), tl.arange(0, BN)
@@ -80,6 +81,8 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         key = tl.load(key_at, mask=inside[None, :] & is_column[:, None], other=0.0)
         value = tl.load(value_at, mask=inside[:, None] & is_column[None, :], other=0.0)
         scores = tl.dot(queries, key, input_precision="ieee") * scale
+        if HAS_SLOPES:
+            scores += slopes[:, None] * (at[None, :] - position[:, None]).to(tl.float32)
         if HAS_CAP:
             scores = cap - 2.0 * cap / (tl.exp2(scores) + 1.0)  # cap · tanh
         if (first < whole_start) | (first + BN > whole_end):
@@ -97,10 +100,10 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["splits"])  # otherwise a new context length would compile again while requests wait
 def decode_kernel(  # type: ignore[no-untyped-def]
-    q, keys, values, block_table, row_token, token_slot, token_position, sums, best, mass,
-    scale, cap, window, q_stride, table_stride, block_stride, token_stride, head_stride, splits,
-    GROUP: tl.constexpr, HAS_CAP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    q, keys, values, block_table, row_token, token_slot, token_position, slopes, sums, best, mass,
+    scale, slope_unit, cap, window, q_stride, table_stride, block_stride, token_stride, head_stride, splits,
+    GROUP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One program attends with the query heads of one row that share a key-value head, over every n-th split of the
     context, n programs per row and head. A split's result does not depend on the program that computes it."""
@@ -114,14 +117,18 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         query_head = head * GROUP + member
         inside = (member < GROUP)[:, None] & (column < DIM)[None, :]
         queries = tl.load(q + token * q_stride + query_head[:, None] * DIM + column[None, :], mask=inside, other=0.0)
+        slope = tl.zeros((BM,), tl.float32)
+        if HAS_SLOPES:
+            slope = tl.load(slopes + query_head, mask=member < GROUP, other=0.0) * slope_unit
         blocks = block_table + tl.load(token_slot + token).to(tl.int64) * table_stride
         places = (tl.cast(row, tl.int64) * tl.num_programs(1) * GROUP + query_head) * splits  # [BM]
         while split * SPLIT <= position:
             total, top, weight = _attend_tiles(
-                queries, tl.full((BM,), 0, tl.int32) + position, keys + head * head_stride, values + head * head_stride,
-                blocks, tl.maximum(split * SPLIT, low // BN * BN), tl.minimum((split + 1) * SPLIT, position + 1),
+                queries, tl.full((BM,), 0, tl.int32) + position, slope,
+                keys + head * head_stride, values + head * head_stride, blocks,
+                tl.maximum(split * SPLIT, low // BN * BN), tl.minimum((split + 1) * SPLIT, position + 1),
                 low, position + 1, scale, cap, window, block_stride, token_stride,
-                HAS_CAP, DIM, DIM_PAD, BLOCK, BM, BN,
+                HAS_SLOPES, HAS_CAP, DIM, DIM_PAD, BLOCK, BM, BN,
             )  # fmt: skip
             place = places + split
             tl.store(sums + place[:, None] * DIM + column[None, :], total, mask=inside)
@@ -132,8 +139,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["splits"])
 def merge_kernel(  # type: ignore[no-untyped-def]
-    sums, best, mass, out, row_token, token_position, window, out_stride, splits,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLIT: tl.constexpr, PLACES: tl.constexpr,
+    sums, best, mass, out, row_token, token_position, sinks, window, out_stride, splits,
+    HAS_SINKS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLIT: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """One program merges the splits of one head of a row: PLACES splits at once, each with its place's earlier ones,
     and the places last. The order depends on the row's position and window alone."""
@@ -159,18 +166,22 @@ def merge_kernel(  # type: ignore[no-untyped-def]
             total = total * ours[:, None] + part * theirs[:, None]
             weight = weight * ours + split_weight * theirs
             top = higher
-        share = tl.exp2(top - tl.max(top, 0))
-        result = tl.sum(total * share[:, None], 0) / tl.sum(weight * share, 0)
+        highest = tl.max(top, 0)
+        share = tl.exp2(top - highest)
+        masses = tl.sum(weight * share, 0)
+        if HAS_SINKS:
+            masses += tl.exp2(tl.load(sinks + head) * _BASE_2 - highest)
+        result = tl.sum(total * share[:, None], 0) / masses
         tl.store(out + token * out_stride + head * DIM + column, result.to(out.dtype.element_ty), mask=column < DIM)
 
 
 @triton.jit
 def prefill_kernel(  # type: ignore[no-untyped-def]
-    q, keys, values, block_table, tile_first, tile_tokens, token_slot, token_position, out,
-    scale, cap, window, q_stride, out_stride, table_stride,
+    q, keys, values, block_table, tile_first, tile_tokens, token_slot, token_position, sinks, slopes, out,
+    scale, slope_unit, cap, window, q_stride, out_stride, table_stride,
     block_stride, token_stride, head_stride,
-    GROUP: tl.constexpr, HAS_CAP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One program attends with one head of a tile of consecutive tokens of one request."""
     # Later tiles of a prompt read more keys, so they start first: otherwise the longest would run alone at the end.
@@ -186,11 +197,16 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         blocks = block_table + tl.load(token_slot + first).to(tl.int64) * table_stride
         start = tl.maximum(position - window + 1, 0) // BN * BN
         end, shared = position + tokens, head // GROUP
-        total, _, weight = _attend_tiles(
-            queries, position + lane, keys + shared * head_stride, values + shared * head_stride,
+        slope = tl.zeros((BM,), tl.float32)
+        if HAS_SLOPES:
+            slope += tl.load(slopes + head) * slope_unit
+        total, best, weight = _attend_tiles(
+            queries, position + lane, slope, keys + shared * head_stride, values + shared * head_stride,
             blocks, start, end, end - window, position + 1, scale, cap, window, block_stride, token_stride,
-            HAS_CAP, DIM, DIM_PAD, BLOCK, BM, BN,
+            HAS_SLOPES, HAS_CAP, DIM, DIM_PAD, BLOCK, BM, BN,
         )  # fmt: skip
+        if HAS_SINKS:
+            weight += tl.exp2(tl.load(sinks + head) * _BASE_2 - best)
         weight = tl.where(lane < tokens, weight, 1.0)  # lanes past the tile may have no visible key
         result = (total / weight[:, None]).to(out.dtype.element_ty)
         tl.store(out + place[:, None] * out_stride + head * DIM + column[None, :], result, mask=inside)
@@ -245,12 +261,12 @@ def decode_programs(rows: int, kv_heads: int, splits: int) -> int:
     return min(splits, max(1, _MOST_PROGRAMS // (rows * kv_heads)))
 
 
-def _factors(how: LayerAttention) -> tuple[float, float]:
-    """Returns what a product of a query and a key is multiplied by, and the cap, both for scores in base 2; the product
-    becomes the exponent of `exp2` in tanh where there is a cap."""
+def _factors(how: LayerAttention) -> tuple[float, float, float]:
+    """Returns what a product of a query and a key is multiplied by, what a slope is, and the cap, all for scores in
+    base 2; scores become the exponent of `exp2` in tanh where there is a cap."""
     if how.cap is None:
-        return _LOG2_E * how.scale, 0.0
-    return 2.0 * _LOG2_E * how.scale / how.cap, _LOG2_E * how.cap
+        return _LOG2_E * how.scale, _LOG2_E, 0.0
+    return 2.0 * _LOG2_E * how.scale / how.cap, 2.0 * _LOG2_E / how.cap, _LOG2_E * how.cap
 
 
 class TritonDecode:
@@ -280,16 +296,17 @@ class TritonDecode:
         rows = row_token.shape[0]
         decode_kernel[(rows, kv_heads, decode_programs(rows, kv_heads, splits))](
             q, cache.keys, cache.values, cache.block_table, row_token, tokens.slot, tokens.position,
-            scratch.sums, scratch.best, scratch.mass, *_factors(how), how.window, q.stride(0),
-            cache.block_table.stride(0), *cache.keys.stride()[:3], splits,
-            GROUP=group, HAS_CAP=how.cap is not None, DIM=dim, DIM_PAD=triton.next_power_of_2(dim),
-            BLOCK=cache.keys.shape[1], SPLIT=SPLIT_TOKENS,
+            q if how.slopes is None else how.slopes, scratch.sums, scratch.best, scratch.mass,
+            *_factors(how), how.window, q.stride(0), cache.block_table.stride(0), *cache.keys.stride()[:3], splits,
+            GROUP=group, HAS_SLOPES=how.slopes is not None, HAS_CAP=how.cap is not None,
+            DIM=dim, DIM_PAD=triton.next_power_of_2(dim), BLOCK=cache.keys.shape[1], SPLIT=SPLIT_TOKENS,
             **decode_shape(q.dtype, group, dim, compute_capability(q.device)),
         )  # fmt: skip
         merge_kernel[(rows, heads)](
-            scratch.sums, scratch.best, scratch.mass, out, row_token, tokens.position, how.window, out.stride(0),
-            splits, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), SPLIT=SPLIT_TOKENS, PLACES=_MERGED_AT_ONCE,
-            num_warps=4,
+            scratch.sums, scratch.best, scratch.mass, out, row_token, tokens.position,
+            q if how.sinks is None else how.sinks, how.window, out.stride(0), splits,
+            HAS_SINKS=how.sinks is not None, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), SPLIT=SPLIT_TOKENS,
+            PLACES=_MERGED_AT_ONCE, num_warps=4,
         )  # fmt: skip
 
 
@@ -312,11 +329,13 @@ class TritonPrefill:
         kv_heads, dim = cache.keys.shape[2:]
         heads = q.shape[1] // dim
         prefill_kernel[(heads, tile_first.shape[0])](
-            q, cache.keys, cache.values, cache.block_table, tile_first, tile_tokens, tokens.slot, tokens.position, out,
+            q, cache.keys, cache.values, cache.block_table, tile_first, tile_tokens, tokens.slot, tokens.position,
+            q if how.sinks is None else how.sinks, q if how.slopes is None else how.slopes, out,
             *_factors(how), how.window, q.stride(0), out.stride(0), cache.block_table.stride(0),
             *cache.keys.stride()[:3],
-            GROUP=heads // kv_heads, HAS_CAP=how.cap is not None, DIM=dim, DIM_PAD=triton.next_power_of_2(dim),
-            BLOCK=cache.keys.shape[1], **prefill_shape(q.dtype, dim, compute_capability(q.device)),
+            GROUP=heads // kv_heads, HAS_SINKS=how.sinks is not None, HAS_SLOPES=how.slopes is not None,
+            HAS_CAP=how.cap is not None, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), BLOCK=cache.keys.shape[1],
+            **prefill_shape(q.dtype, dim, compute_capability(q.device)),
         )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ kernels skip. Rows of one token, which decode, have their own kernels in attenti
 chunks. An adapter of more than `bgmv_work.MOST_ROWS` decoding rows has the LoRA kernels of prompts.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, ScheduledRow
 from caraserve.core.grammar import mask_words
-from caraserve.core.lora_layout import GROUPS
 from caraserve.core.outputs import SAMPLE_MASKED, Output
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.bgmv_work import GROUP_WORDS, ITEM_WORDS, MOST_ROWS, most_items
@@ -26,7 +26,7 @@ from caraserve.gpu.kernels.sampling import MaskedRows, Outputs
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape
 from caraserve.gpu.memory.results import result_bytes, result_views
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import ceil_div
 
 Ints = NDArray[np.int32]
@@ -98,11 +98,13 @@ class BatchWriter:
         words: Ints,
         rows: tuple[ScheduledRow, ...],
         outputs: Output,
+        groups: Collection[int],
         *,
         with_lora: bool = True,
         all_prompt: bool = False,
     ) -> PassShape:
-        """Writes a batch into `words` [num_words] and returns its shape. `with_lora`: False if kernels apply no
+        """Writes a batch into `words` [num_words] and returns its shape. `groups`: shapes of the groups in which its
+        adapters have modules. `with_lora`: False if kernels apply no
         adapters. `all_prompt`: treats rows of one token as prompt chunks, too."""
         words[:] = self._empty
         counts = np.array([row.count for row in rows], np.int32)
@@ -125,7 +127,8 @@ class BatchWriter:
         segments = self._put_segments(words, others) if others.any() else 0
         has_items = bool((adapters[for_bgmv] != BASE_ADAPTER_SLOT).any())
         context = int(starts[decodes].max(initial=-1)) + 1
-        return PassShape(total, int(decodes.sum()), tiles, len(outputs.token), segments, has_items, context)
+        decoding, applied = int(decodes.sum()), frozenset(groups)
+        return PassShape(total, decoding, tiles, len(outputs.token), segments, has_items, context, applied)
 
     def _put(self, words: Ints, name: str, values: NDArray[np.integer]) -> None:
         start = self._places[name].start
@@ -161,38 +164,36 @@ def _are_many(slots: Ints) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class ItemLists:
-    """Device memory of the BGMV kernels' lists, by module group and launch. All module groups share the groups of
-    rows."""
+    """Device memory of the BGMV kernels' lists, by group shape and launch. All share the groups of rows."""
 
-    counts: Tensor  # int32 [groups, 2]
+    counts: Tensor  # int32 [group shapes, 2]
     lists: tuple[tuple[Tensor, Tensor], ...]  # int32 [items, ITEM_WORDS] shrink, expand
     groups: Tensor  # int32 [row groups, GROUP_WORDS]
 
     @classmethod
-    def empty(cls, spec: ModelSpec, rows: int, max_rank: int, device: torch.device) -> "ItemLists":
+    def empty(cls, plan: DecoderPlan, rows: int, max_rank: int, device: torch.device) -> "ItemLists":
         """Allocates lists for `rows` rows of adapters of any dtype."""
         lists = []
-        for group in GROUPS:
-            outputs = [spec.site_shape(site)[1] for site in group]
-            sizes = [most_items(rows, max_rank, outputs, kind) for kind in Dtype]
+        for shape in plan.group_shapes:
+            sizes = [most_items(rows, max_rank, shape.widths, kind) for kind in Dtype]
             most = [max(size[launch] for size in sizes) for launch in range(2)]
             shrink, expand = (torch.zeros((size, ITEM_WORDS), dtype=torch.int32, device=device) for size in most)
             lists.append((shrink, expand))
         return cls(
-            torch.zeros((len(GROUPS), 2), dtype=torch.int32, device=device),
+            torch.zeros((len(lists), 2), dtype=torch.int32, device=device),
             tuple(lists),
             torch.zeros((rows, GROUP_WORDS), dtype=torch.int32, device=device),
         )
 
-    def of(self, group: int) -> list[cuda_launch.WorkList]:
-        """Returns a module group's lists for shrink and expand, as launches take them."""
+    def of(self, shape: int) -> list[cuda_launch.WorkList]:
+        """Returns the lists of a group shape for shrink and expand, as launches take them."""
         return [
-            cuda_launch.WorkList(items.data_ptr(), self.counts[group, launch].data_ptr(), self.groups.data_ptr())
-            for launch, items in enumerate(self.lists[group])
+            cuda_launch.WorkList(items.data_ptr(), self.counts[shape, launch].data_ptr(), self.groups.data_ptr())
+            for launch, items in enumerate(self.lists[shape])
         ]
 
 
-def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch.device) -> DeviceBatch:
+def make_batch(plan: DecoderPlan, capacity: Capacity, max_rank: int, device: torch.device) -> DeviceBatch:
     """Allocates one lane's arrays, holding an empty batch."""
     places = _places(capacity)
     words = torch.zeros(max(place.stop for place in places.values()), dtype=torch.int32, device=device)
@@ -215,8 +216,8 @@ def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch
         embedded=at["embedded"],
         masked=MaskedRows(
             at["masked"],
-            torch.zeros((capacity.rows, mask_words(spec.vocab_size)), dtype=torch.int32, device=device),
+            torch.zeros((capacity.rows, mask_words(plan.vocab_size)), dtype=torch.int32, device=device),
         ),
         results=results,
-        lists=ItemLists.empty(spec, capacity.rows, max_rank, device),
+        lists=ItemLists.empty(plan, capacity.rows, max_rank, device),
     )

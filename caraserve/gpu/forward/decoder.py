@@ -1,54 +1,52 @@
-"""The decoder on the device: `decoder_layer` is the order of one layer, `DecoderPass` has its steps.
+"""The decoder on the device: `decoder_layer` is the order of one layer of a plan, `DecoderPass` has its steps.
 
-No step allocates device memory or waits for the device, so a pass may be captured as a graph. The residual stream is
-summed where it is normed: the o and down projections leave their result in `delta`, and the next norm adds it.
+No step allocates device memory or waits for the device, so a pass may be captured as a graph. A block leaves its result
+in `added`; the next block's first step adds it to the residual stream, after its post norm, and norms the sum.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 from torch import Tensor
 
-from caraserve.core.lora_layout import DOWN, GATE_UP, OUT, QKV
-from caraserve.gpu.attention.base import Attention, layer_attention
+from caraserve.gpu.attention.base import Attention as AttentionKernels
+from caraserve.gpu.attention.base import Scratch
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.forward.batch import DeviceBatch
 from caraserve.gpu.forward.lora_pass import HandOffMemory, LoraLane, LoraPass
-from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
+from caraserve.gpu.kernels.elementwise import activate, cap_logits, embed, multiply_by_gate
+from caraserve.gpu.kernels.heads import rotate_and_append
+from caraserve.gpu.kernels.norms import NormWeights, add_and_norm
 from caraserve.gpu.kernels.sampling import Outputs, SamplerState, sample, score
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.masks import MaskedOutputs
 from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.memory.request_state import DeviceState
 from caraserve.gpu.memory.workspace import Workspace
-from caraserve.gpu.weights import Weights
-from caraserve.model.spec import ModelSpec
+from caraserve.gpu.weights import BlockWeights, Weights, columns_of
+from caraserve.model.plan import Attention, DecoderPlan, Group, Mlp
 
 
 def decoder_layer(steps: "DecoderPass", layer: int, stream: Stream) -> None:
-    """Issues one decoder layer on `stream`, in the order of `decoder_layer` in cpu/forward.py."""
+    """Issues one decoder layer on `stream`: for each block its first step, projections, body, and output."""
 
-    def linear(group: int) -> None:
-        """Computes the base product of the modules that read one input, and their LoRA."""
-        if group not in steps.handed_off:
-            steps.project(layer, group, stream)
-            steps.add_lora(layer, group, stream)
+    def linear(group: Group) -> None:
+        """Computes the base product of the modules that read the same rows, and their LoRA."""
+        if not steps.is_handed_off(layer, group.index):
+            steps.project(layer, group.index, stream)
+            steps.add_lora(layer, group.index, stream)
         else:
-            steps.publish(layer, group, stream)
-            steps.project(layer, group, stream)  # the workers compute meanwhile
-            steps.add_handed_off(layer, group, stream)
+            steps.publish(layer, group.index, stream)
+            steps.project(layer, group.index, stream)  # the workers compute meanwhile
+            steps.add_handed_off(layer, group.index, stream)
 
-    steps.attention_norm(layer, stream)
-    linear(QKV)
-    steps.rotate_and_append(layer, stream)
-    steps.attend(layer, stream)
-    linear(OUT)
-    steps.mlp_norm(layer, stream)
-    linear(GATE_UP)
-    steps.silu_mul(layer, stream)
-    linear(DOWN)
+    for block in steps.blocks[layer]:
+        steps.begin_block(block, stream)
+        linear(block.first)
+        steps.compute_body(block, stream)
+        linear(block.last)
 
 
 def issue_pass(
@@ -62,25 +60,52 @@ def issue_pass(
     steps.sample(stream)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockSteps:
+    """A block of a layer, its two groups, and the block before it, whose result it adds; None: there is none."""
+
+    layer: int
+    index: int  # in the layer
+    body: Attention | Mlp
+    first: Group
+    last: Group
+    before: BlockWeights | None
+    weights: BlockWeights
+
+
+def block_steps(plan: DecoderPlan, weights: Weights) -> list[list[BlockSteps]]:
+    """Returns the blocks by layer."""
+    made, before = list[list[BlockSteps]](), None
+    for index, layer in enumerate(plan.layers):
+        blocks = []
+        for number, (block, own) in enumerate(zip(layer.blocks, weights.layers[index].blocks, strict=True)):
+            first, last = (group for group in layer.groups if group.block == number)
+            assert isinstance(block.body, Attention | Mlp)
+            blocks.append(BlockSteps(index, number, block.body, first, last, before, own))
+            before = own
+        made.append(blocks)
+    return made
+
+
 class Decoder:
     """Makes the passes of one lane. Lanes share weights, state and tables; each has its own batch and workspace."""
 
     def __init__(
         self,
-        spec: ModelSpec,
+        plan: DecoderPlan,
         weights: Weights,
         state: DeviceState,
         batch: DeviceBatch,
         tables: AdapterTables,
         workspace: Workspace,
         device: GpuDevice,
-        attention: Attention,
+        attention: AttentionKernels,
     ) -> None:
-        self.spec, self.weights, self.state, self.batch = spec, weights, state, batch
+        self.plan, self.weights, self.state, self.batch = plan, weights, state, batch
         self.workspace, self.kernels, self.driver, self.attention = workspace, device.kernels, device.driver, attention
-        self.lora = LoraLane(spec, batch, tables, workspace, device)
+        self.lora = LoraLane(plan, batch, tables, workspace, device)
         self.sampler = SamplerState(state.sampling, state.history, workspace.weights, workspace.counts)
-        self.layer_attention = layer_attention(spec)
+        self.blocks = block_steps(plan, weights)
 
     @property
     def hidden(self) -> Tensor:
@@ -119,15 +144,19 @@ class Decoder:
     def embed_prompts(self, count: int, stream: Stream) -> Tensor:
         """Norms the last tokens of the batch's `count` prompts that are embedded, [count, hidden]; to be issued between
         their pass and the next one, whose graph has no such step. The pass has normed none of these tokens."""
-        rows, weight = self.workspace.activations, self.weights.final_norm
         named, out = self.batch.embedded[:count], self.workspace.embeddings[:count]
-        self.driver.run(stream, lambda: rms_norm(rows.hidden, weight, out, self.spec.rms_eps, rows.delta, named))
+        self.driver.run(stream, lambda: self.norm_last(out, named))
         return out
+
+    def norm_last(self, out: Tensor, tokens: Tensor) -> None:
+        """Adds the last block's result to the residual stream of some tokens, each named once, and norms them."""
+        rows, last = self.workspace.activations, self.blocks[-1][-1].weights
+        add_last_and_norm(rows.hidden, rows.added, out, self.weights.final_norm, last, tokens)
 
 
 class DecoderPass:
-    """The steps of a pass of one shape. Each issues kernels on a stream and returns at once. A module group is an index
-    of GROUPS: modules that read the same input."""
+    """The steps of a pass of one shape. Each issues kernels on a stream and returns at once. A group is an index in its
+    layer: modules that read the same rows."""
 
     def __init__(
         self,
@@ -142,34 +171,48 @@ class DecoderPass:
         self._lora: LoraPass | None = None
         if merged is None and shape.has_lora:
             self._lora = decoder.lora.pass_over(shape, hand_offs)
-        self.handed_off: Collection[int] = () if hand_offs is None else shape.groups
-        batch, self._rows = decoder.batch, decoder.workspace.activations.first(shape.tokens)
-        self._inputs, self._outputs = self._rows.inputs, self._rows.outputs
-        self._queries = self._rows.qkv[:, : self._rows.attended.shape[1]]
-        self._decoding = [(batch.row_token[rows], scratch) for rows, scratch in decoder.workspace.decode_parts(shape)]
+        self._hands_off, self._shapes = hand_offs is not None, decoder.plan.shapes_of_groups
+        self.blocks: Sequence[Sequence[BlockSteps]] = decoder.blocks
+        self._rows = decoder.workspace.activations.first(shape.tokens)
+        batch, workspace = decoder.batch, decoder.workspace
+        self._decoding: dict[tuple[int, int], list[tuple[Tensor, Scratch]]] = {
+            heads: [(batch.row_token[rows], scratch) for rows, scratch in workspace.decode_parts(shape, heads)]
+            for heads in workspace.scratch
+        }
         self._tiles = batch.tile_first[: shape.tiles], batch.tile_tokens[: shape.tiles]
+
+    def is_handed_off(self, layer: int, group: int) -> bool:
+        """Returns whether CPU workers may compute a group's LoRA."""
+        return self._hands_off and self._shapes[layer][group] in self._shape.groups
 
     def embed(self, stream: Stream) -> None:
         """Writes the tokens' embeddings to the residual stream, where vectors of prompts already stand."""
-        decoder, hidden = self._decoder, self._rows.hidden
-        self._run(stream, lambda: embed(decoder.state.history, self._weights.embedding, decoder.batch.tokens, hidden))
+        decoder, weights, hidden = self._decoder, self._weights, self._rows.hidden
+        history, tokens, scale = decoder.state.history, decoder.batch.tokens, decoder.plan.embed_scale
+        self._run(stream, lambda: embed(history, weights.embedding, tokens, hidden, scale, weights.positions))
 
-    def attention_norm(self, layer: int, stream: Stream) -> None:
-        weight, delta = self._weights.layers[layer].attention_norm, self._rows.delta if layer else None
-        self._run(stream, lambda: self._norm(weight, delta))
+    def begin_block(self, block: BlockSteps, stream: Stream) -> None:
+        """Adds the result of the block before to the residual stream, and norms the rows that this block reads."""
+        rows, pre, before = self._rows, block.weights.pre, block.before
+        if before is None and pre is None:
+            return
+        added = None if before is None else rows.added
+        out = None if pre is None else rows.normed
+        self._run(stream, lambda: add_last_and_norm(rows.hidden, added, out, pre, before))
 
     def project(self, layer: int, group: int, stream: Stream) -> None:
-        """Multiplies a module group's input by the base weights."""
+        """Multiplies a group's rows by the base weights."""
         linear, rounded = self._weights.layers[layer].linears[group], self._decoder.workspace.rounded
-        self._run(stream, lambda: linear.apply(self._inputs[group], self._outputs[group], rounded))
+        shape = self._shapes[layer][group]
+        self._run(stream, lambda: linear.apply(self._rows.inputs[shape], self._rows.outputs[shape], rounded))
 
     def add_lora(self, layer: int, group: int, stream: Stream) -> None:
-        """Adds the LoRA of weights on the device to a module group's output."""
+        """Adds the LoRA of weights on the device to a group's output."""
         if self._lora is not None:
             self._lora.add(layer, group, stream)
 
     def publish(self, layer: int, group: int, stream: Stream) -> None:
-        """Decides, once for all blocks, who computes a module group's LoRA, by the layer's ready word.
+        """Decides, once for all blocks, who computes a group's LoRA, by the layer's ready word.
 
         If the weights have not arrived, copies x to the workers that the work order names and then sets x_flag. If they
         have, or if a worker is missing, sets y_flag.
@@ -177,27 +220,21 @@ class DecoderPass:
         self._assisted_lora().publish(layer, group, stream)
 
     def add_handed_off(self, layer: int, group: int, stream: Stream) -> None:
-        """Waits for the workers or the weights, whichever come first, and adds the workers' result to a module group's
-        output, or the LoRA of weights on the device. Adds nothing if the chunk was aborted, and sets the pass's error
-        word."""
+        """Waits for the workers or the weights, whichever come first, and adds the workers' result to a group's output,
+        or the LoRA of weights on the device. Adds nothing if the chunk was aborted, and sets the pass's error word."""
         self._assisted_lora().add_handed_off(layer, group, stream)
 
-    def rotate_and_append(self, layer: int, stream: Stream) -> None:
-        """Rotates queries and keys, and appends keys and values to the KV blocks."""
-        decoder, weights = self._decoder, self._weights
-        tokens, cache, norms = decoder.batch.tokens, decoder.state.caches[layer], weights.layers[layer].head_norms
-        qkv, eps = self._rows.qkv, decoder.spec.rms_eps
-        self._run(stream, lambda: rotate_and_append(qkv, weights.cos, weights.sin, tokens, cache, norms, eps))
-
-    def attend(self, layer: int, stream: Stream) -> None:
-        """Attends with the tiles of prompt chunks, and with the rows that decode."""
-        self._run(stream, lambda: self._attend(layer))
-
-    def mlp_norm(self, layer: int, stream: Stream) -> None:
-        self._run(stream, lambda: self._norm(self._weights.layers[layer].mlp_norm, self._rows.delta))
-
-    def silu_mul(self, layer: int, stream: Stream) -> None:
-        self._run(stream, lambda: silu_mul(self._rows.gate_up, self._rows.activated))
+    def compute_body(self, block: BlockSteps, stream: Stream) -> None:
+        """Computes what lies between a block's projections: attention, or the MLP's activation."""
+        first, last = (self._shapes[block.layer][group.index] for group in (block.first, block.last))
+        projected, out = self._rows.outputs[first], self._rows.inputs[last]
+        if isinstance(block.body, Attention):
+            self._attend(block, block.body, projected, out, stream)
+        else:
+            gate, up = columns_of_roles(block.first, projected, "gate", "up")
+            assert up is not None
+            kind = block.body.activation
+            self._run(stream, lambda: activate(gate, up, out, kind))
 
     def sample(self, stream: Stream) -> None:
         """Computes logits of the wanted tokens, samples and scores, as many rows of logits at a time as the
@@ -217,31 +254,67 @@ class DecoderPass:
             raise AssertionError("a pass without adapters has no hand-offs")
         return self._lora
 
-    def _norm(self, weight: Tensor, delta: Tensor | None) -> None:
-        rms_norm(self._rows.hidden, weight, self._rows.normed, self._decoder.spec.rms_eps, delta)
+    def _attend(self, block: BlockSteps, body: Attention, projected: Tensor, out: Tensor, stream: Stream) -> None:
+        """Rotates queries and keys, appends keys and values to the KV blocks, and attends with the tiles of prompt
+        chunks and with the rows that decode."""
+        decoder, heads, how = self._decoder, block.weights.heads, block.weights.attention
+        cache, tokens, kernels = decoder.state.caches[block.layer], decoder.batch.tokens, decoder.attention
+        assert heads is not None
+        assert how is not None
+        assert cache is not None
+        self._run(stream, lambda: rotate_and_append(projected, tokens, cache, heads))
+        queries = projected[:, heads.q : heads.q + heads.heads * heads.head_dim]
 
-    def _attend(self, layer: int) -> None:
-        decoder, out = self._decoder, self._rows.attended
-        attention, how = decoder.attention, decoder.layer_attention[layer]
-        given = self._queries, decoder.state.caches[layer], decoder.batch.tokens
-        if self._shape.tiles:
-            attention.prefill.attend(*given, *self._tiles, out, how)
-        for row_token, scratch in self._decoding:
-            attention.decode.attend(*given, row_token, out, scratch, how)
+        def attend() -> None:
+            if self._shape.tiles:
+                kernels.prefill.attend(queries, cache, tokens, *self._tiles, out, how)
+            for row_token, scratch in self._decoding[body.heads, body.head_dim]:
+                kernels.decode.attend(queries, cache, tokens, row_token, out, scratch, how)
+
+        self._run(stream, attend)
+        if body.gated:
+            (gate,) = columns_of_roles(block.first, projected, "gate")
+            assert gate is not None
+            self._run(stream, lambda: multiply_by_gate(out, gate))
 
     def _sample(self, start: int, end: int, stream: Stream) -> None:
-        decoder, weights, rows = self._decoder, self._weights, self._rows
+        decoder, weights, plan = self._decoder, self._weights, self._decoder.plan
         outputs, count = outputs_between(decoder.batch.outputs, start, end), end - start
         wanted, logits = decoder.workspace.wanted[:count], decoder.workspace.logits[:count]
 
         def logits_of_wanted() -> None:
-            # Each token is wanted at most once: the norm adds `delta`, the last layer's result, to the residual stream.
-            rms_norm(rows.hidden, weights.final_norm, wanted, decoder.spec.rms_eps, rows.delta, outputs.token)
-            weights.head.apply(wanted, logits)
+            decoder.norm_last(wanted, outputs.token)  # each token is wanted at most once
+            weights.head.apply(wanted, logits, decoder.workspace.rounded)
+            if plan.logit_scale != 1.0 or plan.logit_cap is not None:
+                cap_logits(logits, plan.logit_scale, plan.logit_cap)
 
         self._run(stream, logits_of_wanted)
         decoder.kernels.launch(sample(logits, outputs, decoder.batch.tokens, decoder.sampler), stream)
         decoder.kernels.launch(score(logits, outputs), stream)
+
+
+def add_last_and_norm(
+    hidden: Tensor,
+    added: Tensor | None,
+    out: Tensor | None,
+    norm: NormWeights | None,
+    before: BlockWeights | None,
+    rows: Tensor | None = None,
+) -> None:
+    """Adds the result of the block `before` to the residual stream, and norms the sum; see `add_and_norm`."""
+    if before is None:
+        add_and_norm(hidden, added, out, norm, rows=rows)
+    else:
+        add_and_norm(hidden, added, out, norm, before.post, before.multiplier, before.scalar, rows)
+
+
+def columns_of_roles(group: Group, rows: Tensor, *roles: str) -> list[Tensor | None]:
+    """Returns the columns of each role in rows of a group's output, None for a role that the group lacks."""
+    starts, found = columns_of(group), list[Tensor | None]()
+    widths = {site.role: site.outputs for site in group.sites}
+    for role in roles:
+        found.append(rows[:, starts[role] : starts[role] + widths[role]] if role in starts else None)
+    return found
 
 
 def outputs_between(outputs: Outputs, start: int, end: int) -> Outputs:

@@ -14,14 +14,14 @@ from itertools import islice
 import torch
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch
-from caraserve.core.lora_layout import QKV
 from caraserve.cpu.masks import masked_rows
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.forward.decoder import DecoderPass
 from caraserve.gpu.forward.lanes import CapturedPass, PassCapturer
 from caraserve.gpu.kernels.bgmv_work import MOST_ROWS
 from caraserve.gpu.kernels.lora import most_segments
-from caraserve.gpu.memory.pass_shape import ALL_GROUPS, Capacity, PassShape
+from caraserve.gpu.memory.pass_shape import Capacity, PassShape, all_groups
+from caraserve.model.plan import DecoderPlan
 
 _DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _SEGMENTED_SIZES = (16, 32, 64, 128, 256, 512)
@@ -31,7 +31,6 @@ _MIXED_SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _MOST_PADDING, _MOST_PADDING_OF_LARGE = 4.0, 1.15
 _LARGE_TOKENS = 512
 
-QKV_ALONE = frozenset({QKV})  # most adapters have modules of this group alone
 NODE_BYTES = 8 << 10  # device memory per captured kernel, expected
 
 
@@ -67,12 +66,18 @@ class Bucket:
 
 
 def bucket_of(
-    batch: Batch, arriving: Collection[int], groups: Collection[int], *, segmented: bool = False
+    batch: Batch,
+    arriving: Collection[int],
+    groups: Collection[int],
+    attention_inputs: Collection[int],
+    *,
+    segmented: bool = False,
 ) -> Bucket | None:
     """Returns the bucket that a batch needs, of exact size, or None if it must be launched kernel by kernel.
 
-    `arriving`: adapter slots with missing layers; `groups`: module groups that the batch's adapters have; `segmented`:
-    whether an adapter has more decoding rows than BGMV takes."""
+    `arriving`: adapter slots with missing layers; `groups`: shapes of the groups in which the batch's adapters have
+    modules; `attention_inputs`: those of the plan; `segmented`: whether an adapter has more decoding rows than BGMV
+    takes."""
     if any(row.prompt_logprobs is not None for row in batch.rows):
         return None  # every token is scored: far more logits than a graph has room for
     slots = {row.adapter_slot for row in batch.rows}
@@ -83,7 +88,7 @@ def bucket_of(
         is_mixed=is_mixed,
         size=batch.num_tokens if is_mixed else len(batch.rows),
         lora=has_lora,
-        qkv_only=has_lora and QKV_ALONE.issuperset(groups),
+        qkv_only=has_lora and set(groups) <= set(attention_inputs),
         gated=not merged and not slots.isdisjoint(arriving),
         merged=merged,
         segmented=has_lora and segmented and not is_mixed,
@@ -178,9 +183,9 @@ class GraphSet:
 _PROMPTS, _SEGMENTED_ADAPTERS = 16, 16
 
 
-def shape_for(bucket: Bucket, capacity: Capacity, max_context: int) -> PassShape:
+def shape_for(plan: DecoderPlan, bucket: Bucket, capacity: Capacity, max_context: int) -> PassShape:
     """Returns the shape of the largest batch that a bucket takes."""
-    groups = QKV_ALONE if bucket.qkv_only else ALL_GROUPS
+    groups = plan.attention_inputs if bucket.qkv_only else all_groups(plan)
     if not bucket.is_mixed:
         segments = bucket.size // (MOST_ROWS + 1) if bucket.segmented else 0  # each has more rows than BGMV takes
         return PassShape(bucket.size, bucket.size, 0, bucket.size, segments, bucket.lora, max_context, groups)
@@ -194,10 +199,12 @@ def shape_for(bucket: Bucket, capacity: Capacity, max_context: int) -> PassShape
 class CapturedGraphs:
     """The captured graphs of the iteration lane, by bucket. Used by the launching thread only."""
 
-    def __init__(self, driver: Driver, graphs: GraphSet, capacity: Capacity, max_context: int, layers: int) -> None:
-        self._graphs, self._capacity, self._max_context = graphs, capacity, max_context
+    def __init__(
+        self, driver: Driver, graphs: GraphSet, capacity: Capacity, max_context: int, plan: DecoderPlan
+    ) -> None:
+        self._plan, self._graphs, self._capacity, self._max_context = plan, graphs, capacity, max_context
         self._captured: dict[Bucket, tuple[CapturedPass, PassShape]] = {}
-        self._capturer = PassCapturer(driver, layers)
+        self._capturer = PassCapturer(driver, len(plan.layers))
         self.failures = self._capturer.failures
 
     def make_gates(self, device: torch.device) -> None:
@@ -218,7 +225,7 @@ class CapturedGraphs:
         by kernel. Raises DriverError if the device has failed.
         """
         for index, bucket in enumerate(self._graphs.to_capture()):
-            shape = shape_for(bucket, self._capacity, self._max_context)
+            shape = shape_for(self._plan, bucket, self._capacity, self._max_context)
             gate = self._gates[index].data_ptr() if bucket.gated else None
             steps, keep = pass_for(bucket, shape), partial(self._graphs.captured, bucket)
             captured = self._capturer.capture(steps, stream, gate, keep, wait_until_idle)
@@ -233,7 +240,8 @@ class CapturedGraphs:
 
     def find(self, batch: Batch, shape: PassShape, arriving: Collection[int]) -> CapturedPass | None:
         """Returns the graph for a batch, or None: it is launched kernel by kernel."""
-        wanted = bucket_of(batch, arriving, shape.groups, segmented=shape.segments > 0)
+        inputs = self._plan.attention_inputs
+        wanted = bucket_of(batch, arriving, shape.groups, inputs, segmented=shape.segments > 0)
         chosen = None if wanted is None else self._graphs.choose(wanted)
         if chosen is None:
             return None

@@ -6,7 +6,7 @@ does not wait: the next iteration may be launched before this one has begun. The
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -31,7 +31,7 @@ from caraserve.gpu.memory.results import ResultBlocks, Results, Waiter, result_b
 from caraserve.gpu.memory.staging_ring import StagingRing
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.gpu.weights import Weights
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.telemetry.trace import Trace
 
 
@@ -94,7 +94,7 @@ def return_results(
 
 def values_of(decoder: Decoder, outputs: Output, results: Results) -> OutputValues:
     """Returns the values in a block of results; valid until the block is released."""
-    dtype, shape = decoder.weights.dtype, (len(outputs.embedded), decoder.spec.hidden)
+    dtype, shape = decoder.weights.dtype, (len(outputs.embedded), decoder.plan.hidden)
     first = result_bytes(results.outputs)
     stored = results.block[first : first + dtype.itemsize * shape[0] * shape[1]]
     embeddings = torch.from_numpy(stored).view(dtype).view(shape).float().numpy()
@@ -119,12 +119,12 @@ class BatchLists:
             return
         self._sent = state
         counts = np.zeros(tuple(self._lists.counts.shape), np.int32)
-        for group, made in enumerate(self._images.work_items(slots) if slots.size else ()):
-            pair = self._lists.lists[group]
+        for shape, made in enumerate(self._images.work_items(slots) if slots.size else ()):
+            pair = self._lists.lists[shape]
             for launch, (target, items) in enumerate(zip(pair, (made.shrink, made.expand), strict=True)):
                 self._ring.send(target.data_ptr(), items)
-                counts[group, launch] = len(items)
-            if group == 0:  # row groups are the same for all module groups
+                counts[shape, launch] = len(items)
+            if shape == 0:  # groups of rows are the same for all
                 self._ring.send(self._lists.groups.data_ptr(), made.groups)
         self._ring.send(self._lists.counts.data_ptr(), counts)
 
@@ -140,17 +140,17 @@ class IterationRunner:
         slots: RequestSlots,
         captured_graphs: CapturedGraphs,
         merged: MergedDeviceWeights | None,
-        spec: ModelSpec,
+        plan: DecoderPlan,
         trace: Trace | None = None,
     ) -> None:
         """`merged`: the weights that adapters are merged into, as large as the base's; None where mode `merged` is
         off."""
         self._driver = context.driver
         self._timelines, self._ring, self._decoder = context.timelines, context.ring, parts.decoder
-        self._lane = IterationLane(context.driver, self._timelines, context.copier, spec.layers)
+        self._lane = IterationLane(context.driver, self._timelines, context.copier, len(plan.layers))
         self._resources, self._batch, self._host, self._masks = parts, parts.batch, parts.host, parts.masks
         self._images, self._slots, self._captured_graphs, self._merged = images, slots, captured_graphs, merged
-        self._layers, self._trace = spec.layers, trace
+        self._layers, self._trace = len(plan.layers), trace
         self._lists = BatchLists(self._ring, images, self._batch)
         self._words = self._host.empty()
         self._ended_s = 0.0  # end of the previous iteration
@@ -161,9 +161,9 @@ class IterationRunner:
         launched_s = time.monotonic()
         with_lora = batch.merged is None
         outputs = outputs_of(batch.rows, self._slots.prompt_tokens)
-        shape = self._host.fill(self._words, batch.rows, outputs, with_lora=with_lora)
         adapters = {row.adapter_slot for row in batch.rows} - {BASE_ADAPTER_SLOT}
-        shape = replace(shape, groups=self._images.module_groups_of(adapters))
+        groups = self._images.group_shapes_of(adapters)
+        shape = self._host.fill(self._words, batch.rows, outputs, groups, with_lora=with_lora)
         arriving = self._images.arriving(adapters)
         weights = self._merge(batch.merged)
         captured = self._captured_graphs.find(batch, shape, arriving)

@@ -11,7 +11,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from caraserve.core.lora_layout import GROUPS
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.driver.launch import Launch
@@ -22,8 +21,7 @@ from caraserve.gpu.kernels.lora import Segments, SiteTables, lora_expand, lora_s
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.memory.workspace import Workspace
-from caraserve.gpu.weights import columns_of
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan, GroupShape, accumulated
 from caraserve.util.units import ceil_div
 
 _MOST_HOST_BLOCKS = 32  # of the kernels that read or write host memory: enough to keep the link full
@@ -35,8 +33,8 @@ class HandOffMemory:
     """The device memory of a lane's hand-offs. A chunk finds its work orders there; nothing else differs between two
     chunks."""
 
-    orders: Tensor  # int64 [module groups, layers, words], as order_writer.py writes them
-    host_strides: Sequence[int]  # by module group: numbers between rows of x in host memory
+    orders: Tensor  # int64 [most groups, layers, words], as order_writer.py writes them
+    host_strides: Sequence[int]  # by group shape: numbers between rows of x in host memory
     outcome: Tensor  # int32 [1], of the hand-off in progress: the LoRA kernels compute only if it is 0
     asked: Tensor  # int64 [workers]: the incarnation last asked
     flags: Tensor  # int32 [2]: publish's counter, 0 between launches; errors, a bit is set when the chunk is aborted
@@ -69,11 +67,11 @@ class HandOffMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class _ModuleGroup:
-    """Buffers and columns of a module group, the same in every layer."""
+class _SharedBuffers:
+    """Buffers and columns of all groups of one shape."""
 
     x: Tensor  # [most tokens, inputs]
-    y: Tensor  # [most tokens, outputs of all modules]
+    y: Tensor  # [most tokens, outputs of all sites]
     x_rows: cuda_launch.ActivationRows
     y_rows: cuda_launch.ActivationRows
     projections: cuda_launch.Projections
@@ -81,8 +79,8 @@ class _ModuleGroup:
     delta_stride: int
 
     @classmethod
-    def of(cls, spec: ModelSpec, group: int, x: Tensor, y: Tensor) -> "_ModuleGroup":
-        columns, widths = columns_of(spec, group)
+    def of(cls, shape: GroupShape, x: Tensor, y: Tensor) -> "_SharedBuffers":
+        widths, columns = shape.widths, tuple(accumulated(shape.widths))[:-1]
         delta_columns, delta_stride = work_orders.delta_columns(widths)
         x_rows, y_rows = (cuda_launch.ActivationRows(rows.data_ptr(), rows.stride(0), rows.shape[1]) for rows in (x, y))
         return cls(x, y, x_rows, y_rows, cuda_launch.Projections(columns, widths), delta_columns, delta_stride)
@@ -92,13 +90,14 @@ class LoraLane:
     """The LoRA state that all passes of one lane share."""
 
     def __init__(
-        self, spec: ModelSpec, batch: DeviceBatch, tables: AdapterTables, workspace: Workspace, device: GpuDevice
+        self, plan: DecoderPlan, batch: DeviceBatch, tables: AdapterTables, workspace: Workspace, device: GpuDevice
     ) -> None:
         self.batch, self.workspace, self.kernels, self.driver = batch, workspace, device.kernels, device.driver
         activations = workspace.activations
-        pairs = zip(activations.inputs, activations.outputs, strict=True)
-        self.groups = [_ModuleGroup.of(spec, group, *pair) for group, pair in enumerate(pairs)]
-        places = [(layer, group) for layer in range(spec.layers) for group in range(len(GROUPS))]
+        rows = zip(plan.group_shapes, activations.inputs, activations.outputs, strict=True)
+        self.buffers = [_SharedBuffers.of(shape, x, y) for shape, x, y in rows]  # by group shape
+        self.shapes_of_groups = plan.shapes_of_groups
+        places = [(layer, group.index) for layer, one in enumerate(plan.layers) for group in one.groups]
         self.triton_tables = {place: tables.for_triton(*place) for place in places}
         self._raw_tables = {place: tables.for_launch(*place) for place in places}
         self._for_decoding: dict[tuple[int, int], tuple[Launch, Launch]] = {}
@@ -111,8 +110,8 @@ class LoraLane:
         """Returns the shrink and expand launches of rows that decode. They are the same for every batch, and made
         once."""
         if (layer, group) not in self._for_decoding:
-            tables = self._raw_tables[layer, group]
-            items, of, room = self.batch.lists.of(group), self.groups[group], self.workspace.parts[group]
+            tables, shape = self._raw_tables[layer, group], self.shapes_of_groups[layer][group]
+            items, of, room = self.batch.lists.of(shape), self.buffers[shape], self.workspace.parts[shape]
             part = cuda_launch.ShrinkBuffer(room.data_ptr(), *room.shape[1:])
             grid = BLOCKS_PER_SM * self.kernels.multiprocessors
             self._for_decoding[layer, group] = (
@@ -123,7 +122,8 @@ class LoraLane:
 
 
 class LoraPass:
-    """Issues the LoRA of one pass. Allocates nothing on the device."""
+    """Issues the LoRA of one pass. Allocates nothing on the device. A group is named by its layer and its index in
+    it."""
 
     def __init__(self, lane: LoraLane, shape: PassShape, assist: HandOffMemory | None) -> None:
         self._lane, self._shape, self._assist = lane, shape, assist
@@ -132,7 +132,7 @@ class LoraPass:
 
     def add(self, layer: int, group: int, stream: Stream, gate: Tensor | None = None) -> None:
         """Adds the LoRA of weights on the device. `gate`: int32 [1]; nothing is added to prompts if it is not 0."""
-        if group not in self._shape.groups:
+        if (shape := self._lane.shapes_of_groups[layer][group]) not in self._shape.groups:
             return
         if self._shape.has_items:
             for launch in self._lane.for_decoding(layer, group):
@@ -140,17 +140,18 @@ class LoraPass:
         if self._shape.segments:
             tables = self._lane.triton_tables[layer, group]
             tables = tables if gate is None else replace(tables, gate=gate)
-            self._lane.driver.run(stream, lambda: self._add_to_segments(group, tables))
+            self._lane.driver.run(stream, lambda: self._add_to_segments(shape, tables))
 
     def publish(self, layer: int, group: int, stream: Stream) -> None:
         """Copies x to the workers unless the layer has arrived; see `DecoderPass.publish`."""
         memory, lane = self._hand_off_memory(), self._lane
-        x = lane.groups[group].x_rows
+        shape = lane.shapes_of_groups[layer][group]
+        x = lane.buffers[shape].x_rows
         launch = cuda_launch.publish(
             _host_blocks(self._shape.tokens * x.columns),
             memory.order(layer, group),
             x,
-            memory.host_strides[group],
+            memory.host_strides[shape],
             memory.asked.data_ptr(),
             memory.counter,
             memory.outcome.data_ptr(),
@@ -160,7 +161,8 @@ class LoraPass:
     def add_handed_off(self, layer: int, group: int, stream: Stream) -> None:
         """Waits, and adds the workers' deltas or the LoRA of weights on the device; nothing if neither came."""
         memory, lane = self._hand_off_memory(), self._lane
-        order, outcome, of = memory.order(layer, group), memory.outcome.data_ptr(), lane.groups[group]
+        order, outcome = memory.order(layer, group), memory.outcome.data_ptr()
+        of = lane.buffers[lane.shapes_of_groups[layer][group]]
         lane.kernels.launch(cuda_launch.wait(order, outcome, memory.errors), stream)
         blocks = min(self._shape.tokens, _MOST_HOST_BLOCKS)
         deltas = of.delta_stride, of.delta_columns
@@ -172,10 +174,10 @@ class LoraPass:
             raise AssertionError("a pass without memory for hand-offs has none")
         return self._assist
 
-    def _add_to_segments(self, group: int, tables: SiteTables) -> None:
-        of, room = self._lane.groups[group], self._lane.workspace
-        shrunk = room.shrunk[group]
-        lora_shrink(of.x, room.parts[group], shrunk, self._segments, tables)
+    def _add_to_segments(self, shape: int, tables: SiteTables) -> None:
+        of, room = self._lane.buffers[shape], self._lane.workspace
+        shrunk = room.shrunk[shape]
+        lora_shrink(of.x, room.parts[shape], shrunk, self._segments, tables)
         lora_expand(of.y, shrunk, self._segments, tables, of.projections.columns, of.projections.outputs)
 
 

@@ -22,14 +22,18 @@ log = logging.getLogger(__name__)
 _STEPS = 16  # to each doubling of rows: where cuBLAS' choice changes is not documented
 
 
-def warm_up_shapes(capacity: Capacity, max_context: int) -> list[PassShape]:
-    """Returns shapes of passes that cover the kernels' variants: Triton specialises on the size 1 and on multiples of
-    16."""
+def warm_up_shapes(capacity: Capacity, max_context: int, groups: frozenset[int]) -> list[PassShape]:
+    """Returns shapes of passes, with LoRA in `groups`, that cover the kernels' variants: Triton specialises on the size
+    1 and on multiples of 16."""
     shapes = []
     for tokens in (1, 2, 16):
         if tokens <= capacity.tokens:
-            rows, segments = min(tokens, capacity.rows), min(1, capacity.segments)
-            shapes.append(PassShape(tokens, rows, 1, min(tokens, capacity.outputs), segments, True, max_context))
+            rows, outputs, segments = (
+                min(tokens, capacity.rows),
+                min(tokens, capacity.outputs),
+                min(1, capacity.segments),
+            )
+            shapes.append(PassShape(tokens, rows, 1, outputs, segments, True, max_context, groups))
     return shapes
 
 
@@ -44,19 +48,18 @@ def product_rows(most: int) -> list[int]:
 
 
 def issue_products(decoder: Decoder, rows: int, stream: Stream) -> None:
-    """Multiplies `rows` rows by the head's weights, and by the first layer's, whose shapes all layers have; where
-    layers have different kernels, by the first ones of each."""
+    """Multiplies `rows` rows by the head's weights, and by the first linear of each group shape and kernels."""
     workspace, weights = decoder.workspace, decoder.weights
     activations, count = workspace.activations.first(rows), min(rows, len(workspace.logits))
     first: dict[tuple[int, Hashable], Linear] = {}
-    for layer in weights.layers:
-        for group, linear in enumerate(layer.linears):
-            first.setdefault((group, linear.kernels), linear)
+    for layer, shapes in zip(weights.layers, decoder.plan.shapes_of_groups, strict=True):
+        for linear, shape in zip(layer.linears, shapes, strict=True):
+            first.setdefault((shape, linear.kernels), linear)
 
     def issue() -> None:
-        for (group, _), linear in first.items():
-            linear.apply(activations.inputs[group], activations.outputs[group], workspace.rounded)
-        weights.head.apply(workspace.wanted[:count], workspace.logits[:count])
+        for (shape, _), linear in first.items():
+            linear.apply(activations.inputs[shape], activations.outputs[shape], workspace.rounded)
+        weights.head.apply(workspace.wanted[:count], workspace.logits[:count], workspace.rounded)
 
     decoder.driver.run(stream, issue)
 

@@ -7,6 +7,9 @@
 //
 // From compute capability 9.0 on, blocks of expand begin as those of shrink end. Until shrink has ended they read only
 // what no kernel writes meanwhile: items, tables and weights.
+//
+// Parts of one module are projections that share A, by which shrink multiplies for each of them: six products for a
+// fused q, k and v, where four would do.
 #include "common.cuh"
 
 constexpr int THREADS = 128;
@@ -149,6 +152,7 @@ struct Target {
     int column;
     int outputs;
     float scale;
+    int vectors; // not 0: four columns are written at once, see `Projections` in cuda_launch.py
 };
 
 // Computes a run of columns at the first `rank` of `stored` ranks. A thread reads one vector of eight rank rows; groups
@@ -212,11 +216,18 @@ DEVICE void expand_item(const Item& item, const Group& group_rows, const int* ro
 #pragma unroll
                 for (int i = 0; i < 4; i++) total[i] += sums[g * width + column + i];
             }
-            if (from + column >= target.outputs) break; // the rest of a panel; B is zero up to the next four
-            load_four(row + column, v);
+            const int left = target.outputs - from - column;
+            if (left <= 0) break; // the rest of a panel; B is zero up to the next four
+            if (target.vectors)
+                load_four(row + column, v);
+            else
+                load_few(row + column, left, v);
 #pragma unroll
             for (int i = 0; i < 4; i++) v[i] = fmaf(target.scale, total[i], v[i]);
-            store_four(row + column, v);
+            if (target.vectors)
+                store_four(row + column, v);
+            else
+                store_few(row + column, left, v);
         }
     }
 }
@@ -225,8 +236,8 @@ DEVICE void expand_item(const Item& item, const Group& group_rows, const int* ro
 KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
     const u64* b_table, const int* rank_table, const int* dtype_table, const float* scale_table, int slots,
     const Item* items, const int* item_count, const Group* groups, const float* part, int part_rows, int projections,
-    int max_rank, activation* y, int y_stride, int column0, int column1, int column2, int outputs0, int outputs1,
-    int outputs2) {
+    int max_rank, activation* y, int y_stride, int vectors, int column0, int column1, int column2, int column3,
+    int column4, int column5, int outputs0, int outputs1, int outputs2, int outputs3, int outputs4, int outputs5) {
     __shared__ __align__(16) float shrunk[ROWS * MAX_RANK];
     __shared__ __align__(16) float sums[THREADS * 8];
     const Tables tables = {b_table, rank_table, dtype_table, slots};
@@ -237,9 +248,9 @@ KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
         const int dtype = tables.dtype[item.slot], projection = item.place & 0xff;
         if (rank == 0) continue;
         const u8* b = (const u8*)tables.address[projection * slots + item.slot];
-        const Target target = {projection == 0 ? column0 : projection == 1 ? column1 : column2,
-                               projection == 0 ? outputs0 : projection == 1 ? outputs1 : outputs2,
-                               scale_table[projection * slots + item.slot]};
+        const Target target = {choose(projection, column0, column1, column2, column3, column4, column5),
+                               choose(projection, outputs0, outputs1, outputs2, outputs3, outputs4, outputs5),
+                               scale_table[projection * slots + item.slot], vectors};
         const int part_stride = projections * max_rank, *row_numbers = groups[item.place >> 8].row;
         const float* from = part + projection * max_rank;
         const i64 plane = (i64)part_rows * part_stride;

@@ -108,6 +108,11 @@ DEVICE float exp2_approximately(float v) {
 }
 #endif
 
+// The value of projection `p`, of up to six (MOST_SITES): registers and parameters cannot be indexed at run time.
+DEVICE int choose(int p, int v0, int v1, int v2, int v3, int v4, int v5) {
+    return p == 0 ? v0 : p == 1 ? v1 : p == 2 ? v2 : p == 3 ? v3 : p == 4 ? v4 : v5;
+}
+
 DEVICE float from_bfloat(u32 bits) { return __uint_as_float(bits << 16); }
 
 // PER_LOAD: how many numbers of a type come with one 16-byte load.
@@ -181,6 +186,18 @@ DEVICE void store_four(activation* at, const float* v) {
     packed.y = Activation::narrow(v[2]) | (u32)Activation::narrow(v[3]) << 16;
     *(uint2*)at = packed;
 #endif
+}
+
+// The same for `count` of them, at any place: the others are left alone, and 0 is loaded for them.
+DEVICE void load_few(const activation* at, int count, float* to) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) to[i] = i < count ? Activation::widen(at[i]) : 0.0f;
+}
+
+DEVICE void store_few(activation* at, int count, const float* v) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (i < count) at[i] = Activation::narrow(v[i]);
 }
 
 // Stores as many activations as 16 bytes hold, at a multiple of 16 bytes.

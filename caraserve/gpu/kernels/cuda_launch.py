@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from caraserve.core.lora_layout import A_COLUMNS, MAX_RANK
+from caraserve.cpu.handoff import MOST_SITES
 from caraserve.gpu.driver.launch import WARP, Launch, ints, pointers
 from caraserve.gpu.kernels.bgmv_work import THREADS
+from caraserve.util.units import align_up
 
 BYTES_THREADS = 256  # of kernels that only copy
 # words.cu
@@ -21,8 +23,8 @@ _VECTOR_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ActivationRows:
-    """Rows of activations in the model's dtype. Rows are readable up to a multiple of A_COLUMNS, which the stride is,
-    too."""
+    """Rows of activations in the model's dtype. Rows of inputs are readable up to a multiple of A_COLUMNS, which their
+    stride is, too."""
 
     address: int
     stride: int
@@ -31,11 +33,22 @@ class ActivationRows:
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """Columns of up to three projections' outputs in a row. Each begins at a multiple of four; the columns between its
-    end and the next multiple of four may be overwritten."""
+    """Columns of up to MOST_SITES projections' outputs in a row, in order."""
 
     columns: tuple[int, ...]
     outputs: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.columns) > MOST_SITES:
+            raise AssertionError(f"{len(self.columns)} sites read the same input; the kernels take up to {MOST_SITES}")
+
+    def are_vectors(self, rows: ActivationRows) -> bool:
+        """True if kernels may write four columns at once: each projection begins at a multiple of four, and no other
+        has the columns up to the multiple of four after its end, which are overwritten."""
+        ends = [start + align_up(width, 4) for start, width in zip(self.columns, self.outputs, strict=True)]
+        fit = all(end <= limit for end, limit in zip(ends, (*self.columns[1:], rows.stride), strict=True))
+        aligned = all(number % 4 == 0 for number in (rows.stride, *self.columns))
+        return fit and aligned and rows.address % _VECTOR_BYTES == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +104,10 @@ def expand(
     grid: int, tables: WeightTables, items: WorkList, part: ShrinkBuffer, y: ActivationRows, projections: Projections
 ) -> Launch:
     """Returns the launch that computes y += scale · part B. It must follow shrink's at once."""
-    _check_rows(y)
     table = pointers(tables.b, tables.rank, tables.dtype, tables.scale)
     arguments = (*table, *ints(tables.slots), *pointers(items.address, items.count, items.groups, part.address))
     sizes = ints(part.rows, part.projections, part.max_rank)
-    target = (*pointers(y.address), *ints(y.stride), *_three(projections.columns), *_three(projections.outputs))
-    _check_columns(projections)
+    target = *pointers(y.address), *ints(y.stride, projections.are_vectors(y)), *_places(projections)
     return Launch("bgmv", "bgmv_expand", grid, THREADS, (*arguments, *sizes, *target), begins_early=True)
 
 
@@ -127,10 +138,8 @@ def add(
 ) -> Launch:
     """Returns the launch that computes y += deltas, if workers computed them. `delta_columns`: first column of each
     projection in a row of deltas."""
-    _check_rows(y)
-    _check_columns(projections)
-    sizes = (*ints(y.stride, delta_stride, len(projections.outputs)), *_three(projections.columns))
-    arguments = (*pointers(order, outcome, y.address), *sizes, *_three(projections.outputs), *_three(delta_columns))
+    sizes = ints(y.stride, delta_stride, len(projections.outputs), projections.are_vectors(y))
+    arguments = (*pointers(order, outcome, y.address), *sizes, *_places(projections), *_of_sites(delta_columns))
     return Launch("handoff", "handoff_add", grid, BYTES_THREADS, arguments)
 
 
@@ -139,15 +148,14 @@ def scatter_words(copies: int, count: int) -> Launch:
     return Launch("words", "scatter_words", count, BYTES_THREADS, pointers(copies))
 
 
-def _three(values: tuple[int, ...]) -> tuple[np.generic, ...]:
-    return ints(*values, *(0 for _ in range(3 - len(values))))
+def _places(projections: Projections) -> tuple[np.generic, ...]:
+    return *_of_sites(projections.columns), *_of_sites(projections.outputs)
+
+
+def _of_sites(values: tuple[int, ...]) -> tuple[np.generic, ...]:
+    return ints(*values, *(0 for _ in range(MOST_SITES - len(values))))
 
 
 def _check_rows(rows: ActivationRows) -> None:
     if rows.stride % A_COLUMNS or rows.address % _VECTOR_BYTES or rows.columns > rows.stride:
         raise AssertionError(f"{rows} cannot be read in vectors")
-
-
-def _check_columns(projections: Projections) -> None:
-    if any(column % 4 for column in projections.columns):
-        raise AssertionError(f"{projections} cannot be written in vectors")

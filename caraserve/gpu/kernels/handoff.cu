@@ -166,11 +166,13 @@ KERNEL __launch_bounds__(32) handoff_wait(const WorkOrder* order, int* outcome, 
     }
 }
 
-// y += deltas, if the workers computed them. Widths and columns count numbers.
+// y += deltas, if the workers computed them. Widths and columns count numbers. `vectors`: not 0: four columns of y are
+// written at once.
 KERNEL __launch_bounds__(256) handoff_add(const WorkOrder* order, const int* outcome, activation* y, int y_stride,
-                                          int delta_stride, int projections, int column0, int column1, int column2,
-                                          int outputs0, int outputs1, int outputs2, int delta0, int delta1,
-                                          int delta2) {
+                                          int delta_stride, int projections, int vectors, int column0, int column1,
+                                          int column2, int column3, int column4, int column5, int outputs0,
+                                          int outputs1, int outputs2, int outputs3, int outputs4, int outputs5,
+                                          int delta0, int delta1, int delta2, int delta3, int delta4, int delta5) {
     if (*outcome != BY_WORKERS) return;
     for (i64 index = blockIdx.x; index < order->rows; index += gridDim.x) {
         const i64 row = order->first + index;
@@ -180,20 +182,27 @@ KERNEL __launch_bounds__(256) handoff_add(const WorkOrder* order, const int* out
             const activation* deltas = (const activation*)task.deltas + (row - task.first) * delta_stride;
             for (int p = 0; p < projections; p++) {
                 if ((task.projections >> p & 1) == 0) continue;
-                const int outputs = p == 0 ? outputs0 : p == 1 ? outputs1 : outputs2;
-                const activation* from = deltas + (p == 0 ? delta0 : p == 1 ? delta1 : delta2);
-                activation* at = y + row * y_stride + (p == 0 ? column0 : p == 1 ? column1 : column2);
+                const int outputs = choose(p, outputs0, outputs1, outputs2, outputs3, outputs4, outputs5);
+                const activation* from = deltas + choose(p, delta0, delta1, delta2, delta3, delta4, delta5);
+                activation* at = y + row * y_stride + choose(p, column0, column1, column2, column3, column4, column5);
                 constexpr int step = Activation::PER_LOAD;
                 for (int column = threadIdx.x * step; column < outputs; column += blockDim.x * step) {
                     float delta[step], v[4];
                     Activation::unpack(load_from_host(from + column), delta);
 #pragma unroll
                     for (int four = 0; four < step; four += 4) {
-                        if (column + four >= outputs) break; // the next projection's columns
-                        load_four(at + column + four, v);
+                        const int left = outputs - column - four;
+                        if (left <= 0) break; // the next projection's columns
+                        if (vectors)
+                            load_four(at + column + four, v);
+                        else
+                            load_few(at + column + four, left, v);
 #pragma unroll
                         for (int i = 0; i < 4; i++) v[i] += delta[four + i];
-                        store_four(at + column + four, v);
+                        if (vectors)
+                            store_four(at + column + four, v);
+                        else
+                            store_few(at + column + four, left, v);
                     }
                 }
             }

@@ -7,6 +7,9 @@ rounds the sums to the activations' dtype, expand adds `scale · shrunk B`. They
 scales from device tables and stop at a slot's own rank, so one captured graph serves any mix of adapters, and a small
 rank costs no more in a batch with a large one.
 
+Parts of one module are projections that share A, by which shrink multiplies for each of them: six products for a fused
+q, k and v, where four would do.
+
 K is always cut into the same four planes, whose sums are added in the same order: a token's result does not depend on
 which other tokens are in segments, and no buffer has to be zeroed.
 """
@@ -22,12 +25,12 @@ from torch import Tensor
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT
 from caraserve.core.lora_layout import A_COLUMNS, PANEL, RANK_STEP
+from caraserve.cpu.handoff import MOST_SITES
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import ceil_div
 
 PLANES = 4
 SEGMENT_ROWS = 64
-MAX_PROJECTIONS = 3
 _FOLD = {"BM": 16, "BR": 64, "num_warps": 4}  # tile sizes and launch options of the fold
 
 _PLANES = tl.constexpr(PLANES)
@@ -195,16 +198,23 @@ def _expand_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _choose(projection, v0, v1, v2, v3, v4, v5):  # type: ignore[no-untyped-def]
+    last = tl.where(projection == 3, v3, tl.where(projection == 4, v4, v5))
+    return tl.where(projection == 0, v0, tl.where(projection == 1, v1, tl.where(projection == 2, v2, last)))
+
+
+@triton.jit
 def expand_kernel(  # type: ignore[no-untyped-def]
     y, shrunk, order, segment_first, segment_rows, segment_slot, b_table, rank_table, scale_table, dtype_table, gate,
-    y_stride, column0, column1, column2, width0, width1, width2, slots,
+    y_stride, column0, column1, column2, column3, column4, column5,
+    width0, width1, width2, width3, width4, width5, slots,
     PROJECTIONS: tl.constexpr, RANKS: tl.constexpr, HAS_GATE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """One program adds a segment's result to a tile of columns of one projection."""
     segment, first, projection = tl.program_id(0), tl.program_id(1) * BN, tl.program_id(2)
-    width = tl.where(projection == 0, width0, tl.where(projection == 1, width1, width2))
-    before = tl.where(projection == 0, column0, tl.where(projection == 1, column1, column2))
+    width = _choose(projection, width0, width1, width2, width3, width4, width5)
+    before = _choose(projection, column0, column1, column2, column3, column4, column5)
     rows, slot = tl.load(segment_rows + segment), tl.load(segment_slot + segment)
     entry = projection * slots + slot
     rank = _rank(rank_table, gate, entry, HAS_GATE)
@@ -274,7 +284,8 @@ def lora_expand(
     on."""
     _, projections, ranks = shrunk.shape
     shape = expand_shape(y.dtype)
-    places = ((*numbers, 0, 0)[:MAX_PROJECTIONS] for numbers in (columns, outputs))
+    unused = [0] * (MOST_SITES - projections)
+    places = ((*numbers, *unused) for numbers in (columns, outputs))
     grid = (segments.rows.shape[0], ceil_div(max(outputs), shape["BN"]), projections)
     expand_kernel[grid](
         y, shrunk, segments.order, segments.first, segments.rows, segments.slot,

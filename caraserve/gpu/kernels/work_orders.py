@@ -1,8 +1,8 @@
 """The bytes of work orders: what each CPU worker computes in a hand-off, and the words to signal with.
 
 Work orders are written before the chunk is launched and read by the kernels of handoff.cu, which decide whether the
-workers are asked. The words of a worker's slice are those of cpu/handoff.py. The hand-offs of one module group in many
-layers are written at once: they differ in their words and weights only, and a chunk has more than a hundred.
+workers are asked. The words of a worker's slice are those of cpu/handoff.py. The hand-offs of all groups of one shape
+are written at once: they differ in their words and weights only, and a chunk has more than a hundred.
 """
 
 from collections.abc import Sequence
@@ -115,7 +115,7 @@ def work_orders(
     which count each worker's hand-offs; `words`: at least `work_order_bytes` / 8. The tasks' rows must be contiguous
     and in order."""
     if not 0 < len(tasks) <= MAX_TASKS or not 0 < len(modules.outputs) <= handoff.MOST_SITES:
-        raise AssertionError("a hand-off has up to three modules and one slice for each worker")
+        raise AssertionError(f"a hand-off has up to {handoff.MOST_SITES} modules and one slice for each worker")
     orders = np.zeros((len(addresses.ready), words), np.int64)
     _write_heads(orders, tasks, addresses)
     orders[:, 10] = region.device_base + region.x

@@ -1,17 +1,22 @@
 """The interface of a linear module on the device, and what the class of a weight format gets to load one."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
+from caraserve.model.dtype import Code
+from caraserve.model.formats import WeightFormat
+from caraserve.model.plan import LinearPlan, accumulated
+
 # (tensor name, contiguous tensor to fill); torch may use it at once. Targets in a dtype of codes are filled with the
 # codes of a quantised module's weights; targets of names that end in SCALE are float32 vectors, also where the
 # checkpoint has one scale for all of one.
 Fill = Callable[[str, Tensor], None]
 SCALE = "_scale"
+TORCH_CODES = {Code.F8_E4M3: torch.float8_e4m3fn, Code.I8: torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +37,11 @@ class RoundedRows:
 
 
 class Linear(Protocol):
-    """One or more modules that read the same input, with their outputs concatenated."""
+    """One or more modules that read the same rows, with their outputs side by side."""
 
     @property
     def weight(self) -> Tensor:
-        """The weights as they are stored, [outputs, inputs]."""
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The biases, [outputs]."""
+        """The weights as they are stored, the outputs along the first axis."""
 
     @property
     def rounds_inputs(self) -> bool:
@@ -53,9 +54,41 @@ class Linear(Protocol):
     def apply(self, x: Tensor, out: Tensor, rounded: RoundedRows | None = None) -> None:
         """Computes `out = x weightᵀ + bias`, [rows, …]. Allocates nothing on the device."""
 
+    def with_bias(self, bias: Tensor) -> "Linear":
+        """Returns a linear with the same weights and this bias, [outputs]."""
+
     def copy(self) -> "Linear":
         """Returns a linear with weights of its own, to which an adapter may be added. Raises AssertionError if the
         format cannot hold the sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedModules:
+    """Modules of one weight format that read the same rows; their parts are the rows of one matrix, in order."""
+
+    linears: tuple[LinearPlan, ...]
+
+    @property
+    def format(self) -> WeightFormat:
+        return self.linears[0].format
+
+    @property
+    def inputs(self) -> int:
+        return self.linears[0].inputs
+
+    @property
+    def outputs(self) -> int:
+        return sum(map(outputs_of, self.linears))
+
+    def rows(self) -> Iterator[tuple[LinearPlan, slice]]:
+        """Yields each module and its rows of the matrix."""
+        for linear, start in zip(self.linears, accumulated(map(outputs_of, self.linears)), strict=False):
+            yield linear, slice(start, start + outputs_of(linear))
+
+
+def outputs_of(linear: LinearPlan) -> int:
+    """Returns the outputs of a module that have a part in its block."""
+    return sum(part.outputs for part in linear.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,33 +110,36 @@ class LinearLoader:
         self.fill(name, made)
         return made
 
-    def joined(self, modules: "JoinedModules", what: str, width: int | None, dtype: torch.dtype | None) -> Tensor:
-        """Returns a tensor of each module, one below the other: [outputs, width], or [outputs] without a width."""
+    def joined(
+        self, modules: JoinedModules, suffix: str, width: int | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Returns a tensor of each module, one below the other: [outputs, width], or [outputs] without a width.
+        `suffix`: of the tensors' names, after the module's."""
         made = self.empty((modules.outputs,) if width is None else (modules.outputs, width), dtype)
-        for name, rows in zip(modules.names, modules.rows, strict=True):
-            self.fill(f"{name}.{what}", made[rows])
+        for linear, rows in modules.rows():
+            self._fill_rows(linear, suffix, made[rows])
         return made
 
-    def bias(self, modules: "JoinedModules") -> Tensor | None:
-        """Returns the modules' biases, [outputs], or None if they have none."""
-        return self.joined(modules, "bias", None, None) if modules.has_bias else None
+    def bias(self, modules: JoinedModules) -> Tensor | None:
+        """Returns the modules' biases, [outputs], zeros for those without one; None if none has one."""
+        if not any(linear.bias for linear in modules.linears):
+            return None
+        made = self.empty((modules.outputs,)).zero_()
+        for linear, rows in modules.rows():
+            if linear.bias:
+                self._fill_rows(linear, ".bias", made[rows])
+        return made
 
-
-@dataclass(frozen=True, slots=True)
-class JoinedModules:
-    """Modules that read the same input: their names in the checkpoint, and each one's outputs."""
-
-    names: Sequence[str]
-    widths: Sequence[int]
-    inputs: int
-    has_bias: bool
-
-    @property
-    def outputs(self) -> int:
-        return sum(self.widths)
-
-    @property
-    def rows(self) -> list[slice]:
-        """Each module's rows of the joined weights."""
-        ends = [sum(self.widths[: index + 1]) for index in range(len(self.widths))]
-        return [slice(end - width, end) for end, width in zip(ends, self.widths, strict=True)]
+    def _fill_rows(self, linear: LinearPlan, suffix: str, target: Tensor) -> None:
+        """Fills `target` with a module's tensor, its outputs in the order of the module's parts."""
+        is_transposed = linear.transposed and target.dim() == 2
+        if linear.order is None and not is_transposed:
+            self.fill(f"{linear.module}{suffix}", target)
+            return
+        shape = (linear.outputs, *target.shape[1:])
+        stored = self.filled(f"{linear.module}{suffix}", shape[::-1] if is_transposed else shape, target.dtype)
+        values = stored.t() if is_transposed else stored
+        if linear.order is not None:
+            bits = values.view(torch.uint8) if values.itemsize == 1 else values  # torch does not index codes of fp8
+            values = bits[list(linear.order)].view(values.dtype)
+        target.copy_(values)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from caraserve.gpu.linear.base import JoinedModules, LinearLoader, RoundedRows
+from caraserve.gpu.linear.base import Fill, JoinedModules, LinearLoader, RoundedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,12 @@ class DenseLinear:
     def load(cls, loader: LinearLoader, modules: JoinedModules) -> "DenseLinear":
         """Fills the modules' weights and biases."""
         bias = loader.bias(modules)
-        return cls.of(loader.joined(modules, "weight", modules.inputs, None), bias)
+        return cls.of(loader.joined(modules, ".weight", modules.inputs), bias)
+
+    @classmethod
+    def fill_numbers(cls, module: str, target: Tensor, fill: Fill) -> None:
+        """Fills a matrix with a module's weights."""
+        fill(f"{module}.weight", target)
 
     @property
     def kernels(self) -> Hashable:
@@ -39,6 +44,9 @@ class DenseLinear:
         torch.mm(x, self.transposed, out=out)
         if self.bias is not None:
             out.add_(self.bias)
+
+    def with_bias(self, bias: Tensor) -> "DenseLinear":
+        return DenseLinear.of(self.weight, bias)
 
     def copy(self) -> "DenseLinear":
         return DenseLinear.of(self.weight.clone(), self.bias)

@@ -27,7 +27,6 @@ class Fp8Linear(QuantizedLinear):
     """Implements Linear. `fused_rows`: most rows of a product that is never torch's."""
 
     code: ClassVar[Code] = Code.F8_E4M3
-    stored: ClassVar[torch.dtype] = torch.float8_e4m3fn
 
     fused_rows: int = FUSED_ROWS
 
@@ -38,7 +37,7 @@ class Fp8Linear(QuantizedLinear):
         return scheme.inputs if capability >= FP8_CAPABILITY else Inputs.KEPT
 
     def apply(self, x: Tensor, out: Tensor, rounded: RoundedRows | None = None) -> None:
-        is_torchs = self.rounds_inputs and len(x) > self.fused_rows and self._fits_torch(x.dtype)
+        is_torchs = self.rounds_inputs and len(x) > self.fused_rows and self._fits_torch(x.dtype, out)
         if not is_torchs:
             QuantizedLinear.apply(self, x, out, rounded)
             return
@@ -46,6 +45,7 @@ class Fp8Linear(QuantizedLinear):
         torch._scaled_mm(codes, self.weight.t(), self.one, self.one, out_dtype=out.dtype, out=out)
         scale_rows(out, self.scale, row_scale, self.bias)
 
-    def _fits_torch(self, dtype: torch.dtype) -> bool:
-        """Returns whether torch has a product for these weights and inputs of this dtype."""
-        return dtype is torch.bfloat16 and all(size % _TORCH_COLUMNS == 0 for size in self.weight.shape)
+    def _fits_torch(self, dtype: torch.dtype, out: Tensor) -> bool:
+        """Returns whether torch has a product for these weights, inputs of this dtype, and this result."""
+        fits = all(size % _TORCH_COLUMNS == 0 for size in self.weight.shape)
+        return fits and dtype is torch.bfloat16 and out.is_contiguous()

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from caraserve.gpu.linear.quantized import QuantizedLinear
 from caraserve.model.dtype import Code
 
@@ -14,4 +12,3 @@ class Int8Linear(QuantizedLinear):
     """Implements Linear."""
 
     code: ClassVar[Code] = Code.I8
-    stored: ClassVar[torch.dtype] = torch.int8

@@ -5,14 +5,15 @@ those of quantized_kernels.py, unless a format has its own.
 """
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from caraserve.errors import ModelLoadError
 from caraserve.gpu.kernels.capability import compute_capability
-from caraserve.gpu.linear.base import Fill, JoinedModules, LinearLoader, RoundedRows
+from caraserve.gpu.linear.base import TORCH_CODES, Fill, JoinedModules, LinearLoader, RoundedRows
 from caraserve.gpu.linear.quantized_kernels import multiply, round_rows
 from caraserve.model.dtype import Code
 from caraserve.model.formats.scaled_codes import Inputs, ScaledCodes
@@ -25,7 +26,6 @@ class QuantizedLinear:
     """Implements Linear."""
 
     code: ClassVar[Code]
-    stored: ClassVar[torch.dtype]
 
     weight: Tensor  # codes [outputs, inputs]
     scale: Tensor  # float32 [outputs], times `input_scale` if there is one
@@ -36,16 +36,22 @@ class QuantizedLinear:
     capability: int
 
     @classmethod
-    def load(cls, loader: LinearLoader, modules: JoinedModules, scheme: ScaledCodes) -> Self:
+    def load(cls, loader: LinearLoader, modules: JoinedModules) -> Self:
         """Fills the modules' codes, scales and biases."""
+        if transposed := next((linear for linear in modules.linears if linear.transposed), None):
+            raise ModelLoadError(
+                f"{transposed.module}: weights stored as [inputs, outputs] can only be read as numbers"
+            )
+        scheme = modules.format
+        assert isinstance(scheme, ScaledCodes)
         bias, capability = loader.bias(modules), compute_capability(loader.device)
-        weight = loader.joined(modules, "weight", modules.inputs, cls.stored)
-        scale, input_scale = loader.joined(modules, "weight_scale", None, torch.float32), None
+        weight = loader.joined(modules, ".weight", modules.inputs, TORCH_CODES[cls.code])
+        scale, input_scale = loader.joined(modules, ".weight_scale", None, torch.float32), None
         inputs = cls.inputs_on(capability, scheme)
         if inputs is Inputs.STATIC:
-            scales = loader.empty((len(modules.names),), torch.float32)
-            for index, name in enumerate(modules.names):
-                loader.fill(f"{name}.input_scale", scales[index : index + 1])
+            scales = loader.empty((len(modules.linears),), torch.float32)
+            for index, linear in enumerate(modules.linears):
+                loader.fill(f"{linear.module}.input_scale", scales[index : index + 1])
             input_scale = scales.amax(0, keepdim=True)
             scale *= input_scale
         return cls(weight, scale, bias, inputs, input_scale, loader.one, capability)
@@ -58,7 +64,7 @@ class QuantizedLinear:
     @classmethod
     def fill_numbers(cls, module: str, target: Tensor, fill: Fill) -> None:
         """Fills a matrix with a module's weights, dequantised."""
-        codes = torch.empty(target.shape, dtype=cls.stored, device=target.device)
+        codes = torch.empty(target.shape, dtype=TORCH_CODES[cls.code], device=target.device)
         scale = torch.empty(len(target), dtype=torch.float32, device=target.device)
         fill(f"{module}.weight", codes)
         fill(f"{module}.weight_scale", scale)
@@ -81,6 +87,9 @@ class QuantizedLinear:
             # float16 has the values of all codes.
             codes, row_scale = self._rounded(x, rounded, torch.float16)
             self._multiply(codes, out, row_scale)
+
+    def with_bias(self, bias: Tensor) -> Self:
+        return replace(self, bias=bias)
 
     def copy(self) -> "QuantizedLinear":
         raise AssertionError("quantised weights cannot hold a sum")

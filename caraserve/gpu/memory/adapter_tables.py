@@ -1,4 +1,4 @@
-"""The device's adapter tables: address of A and B, rank and scale of each module, by adapter slot.
+"""The device's adapter tables: address of A and B, rank and scale of each site, by adapter slot.
 
 Kernels read everything about adapters from these tables, so one captured graph serves any mix of adapters. A slot's
 column is written in stream order when an adapter is bound to it or moved in the pool. No batch uses a slot between two
@@ -11,19 +11,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from caraserve.core.lora_layout import GROUPS, AdapterSpec
+from caraserve.core.lora_layout import AdapterSpec
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.lora import SiteTables
-from caraserve.model.spec import SITES, ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import align_up
 
-GROUP_SITES = tuple(range(SITES.index(group[0]), SITES.index(group[-1]) + 1) for group in GROUPS)
 _SLOTS_STEP = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One slot's column of each table, [layers · sites] each, and the code of the adapter's dtype."""
+    """One slot's column of each table, [layers, most sites] each, and the code of the adapter's dtype."""
 
     a: NDArray[np.int64]  # addresses
     b: NDArray[np.int64]
@@ -33,41 +32,46 @@ class Column:
 
 
 class AdapterTables:
-    """Tables [layers, sites, slots]; the modules that read the same input are neighbours.
+    """Tables [layers, sites of the layer that has most, slots]; the sites of a group are neighbours.
 
-    `slots` is a multiple of 16, so that the tables of every layer and module begin at a multiple of 64 bytes: Triton
+    `slots` is a multiple of 16, so that the tables of every layer and site begin at a multiple of 64 bytes: Triton
     compiles a kernel again for a pointer of another alignment.
     """
 
-    def __init__(self, spec: ModelSpec, slots: int, device: torch.device) -> None:
+    def __init__(self, plan: DecoderPlan, slots: int, device: torch.device) -> None:
         """`slots`: the least number of slots."""
         self.slots = align_up(slots, _SLOTS_STEP)
-        shape = (spec.layers, len(SITES), self.slots)
+        self._plan = plan
+        shape = (len(plan.layers), plan.most_sites, self.slots)
         self.a, self.b = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
         self.rank = torch.zeros(shape, dtype=torch.int32, device=device)
         self.scale = torch.zeros(shape, dtype=torch.float32, device=device)
         self.dtype = torch.zeros(self.slots, dtype=torch.int32, device=device)
 
     def for_triton(self, layer: int, group: int) -> SiteTables:
-        """Returns the tables of one module group, as kernels/lora.py takes them."""
-        sites = slice(GROUP_SITES[group].start, GROUP_SITES[group].stop)
+        """Returns the tables of one of a layer's groups, as kernels/lora.py takes them."""
+        sites = self._sites(layer, group)
         a, b, rank, scale = (table[layer, sites] for table in (self.a, self.b, self.rank, self.scale))
         return SiteTables(a, b, rank, scale, self.dtype)
 
     def for_launch(self, layer: int, group: int) -> cuda_launch.WeightTables:
-        """Returns the tables of one module group, as the raw CUDA kernels take them."""
-        first = GROUP_SITES[group].start
+        """Returns the tables of one of a layer's groups, as the raw CUDA kernels take them."""
+        first = self._sites(layer, group).start
         a, b, rank, scale = (table[layer, first].data_ptr() for table in (self.a, self.b, self.rank, self.scale))
         return cuda_launch.WeightTables(a, b, rank, scale, self.dtype.data_ptr(), self.slots)
 
+    def _sites(self, layer: int, group: int) -> slice:
+        sites = self._plan.layers[layer].groups[group].sites
+        return slice(sites[0].index, sites[-1].index + 1)
 
-def column(spec: AdapterSpec, layers: int, base: int) -> Column:
+
+def column(spec: AdapterSpec, plan: DecoderPlan, base: int) -> Column:
     """Returns the column of an adapter whose bytes begin at the device address `base`."""
-    shape = (layers, len(SITES))
+    shape = (len(plan.layers), plan.most_sites)
     a, b = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     rank, scale = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
     for span in spec.spans:
         at = span.layer, span.site
         a[at], b[at] = base + span.a_offset, base + span.b_offset
         rank[at], scale[at] = span.padded_rank, span.scale
-    return Column(a.ravel(), b.ravel(), rank.ravel(), scale.ravel(), np.array([spec.dtype.value], np.int32))
+    return Column(a, b, rank, scale, np.array([spec.dtype.value], np.int32))

@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, DeviceLost
-from caraserve.core.lora_layout import GROUPS, MAX_RANK, RANK_STEP, AdapterSpec, HostAdapter
+from caraserve.core.lora_layout import MAX_RANK, RANK_STEP, AdapterSpec, HostAdapter
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, latest
 from caraserve.gpu.kernels.bgmv_work import AdapterItems, WorkItems, adapter_items, plan_items
 from caraserve.gpu.memory import padding
-from caraserve.gpu.memory.adapter_tables import GROUP_SITES, AdapterTables, column
+from caraserve.gpu.memory.adapter_tables import AdapterTables, column
 from caraserve.gpu.memory.copier import CopyRequest, DeviceContext
 from caraserve.gpu.memory.link_queue import LayerGroup, layer_groups
 from caraserve.gpu.memory.pool import DevicePool, Grant, Move
-from caraserve.model.spec import SITES, ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import align_up
 
 log = logging.getLogger(__name__)
@@ -53,17 +53,14 @@ class BoundAdapter:
 
     adapter: HostAdapter
     stored: AdapterSpec
-    groups: tuple[frozenset[int], ...]  # by layer: module groups that the adapter has
+    groups: tuple[frozenset[int], ...]  # by layer: groups of the layer in which the adapter has a module
+    shapes: frozenset[int]  # of all these groups
     generation: int = 0
     is_placed: bool = False
     is_loading: bool = True
     failure: Exception | None = None  # why it cannot be used; its load has ended with it
     used: Marks = NOTHING  # after the last iteration or prefill that reads it
     arrivals: list[tuple[int, float]] = field(default_factory=list)  # (first layer of group, when seen)
-    any_groups: frozenset[int] = field(init=False)  # of all layers together
-
-    def __post_init__(self) -> None:
-        self.any_groups = frozenset().union(*self.groups)
 
 
 class DeviceImages:
@@ -75,7 +72,7 @@ class DeviceImages:
         pool: DevicePool,
         memory: Tensor,
         tables: AdapterTables,
-        spec: ModelSpec,
+        plan: DecoderPlan,
         host: RegisteredMemory,
         *,
         padded_rank: int | None = None,
@@ -88,12 +85,12 @@ class DeviceImages:
         self._driver, self._timelines = context.driver, context.timelines
         self._copier, self._ring = context.copier, context.ring
         self.pool, self.memory, self.tables = pool, memory, tables
-        self._spec, self._host, self._padded_rank, self._now = spec, host, padded_rank, now
+        self._plan, self._host, self._padded_rank, self._now = plan, host, padded_rank, now
         self._when_copied = when_copied
-        words = (tables.slots, spec.layers) if with_ready_words else (0, 0)
+        words = (tables.slots, len(plan.layers)) if with_ready_words else (0, 0)
         self._ready = torch.zeros(words, dtype=torch.int32, device=memory.device)
         self.bound: dict[int, BoundAdapter] = {}
-        self._items: dict[tuple[int, int], tuple[AdapterItems, ...]] = {}  # by slot and most rank, by module group
+        self._items: dict[tuple[int, int], tuple[AdapterItems, ...]] = {}  # by slot and most rank, by group shape
         self.bindings = 0  # changes with every binding of a slot
         self._waiting: deque[_Attempt] = deque()  # found no contiguous memory, in order
         self._loading: dict[int, Loaded] = {}  # callbacks, by slot
@@ -104,7 +101,7 @@ class DeviceImages:
     def load(self, adapter: HostAdapter, slot: int, group_ends: Sequence[int], first_layer: int, done: Loaded) -> None:
         """Binds an adapter to a slot and queues its copy. Calls `done` with the failure or None."""
         stored = self.stored(adapter.spec)
-        self.bound[slot] = BoundAdapter(adapter, stored, _groups_by_layer(stored, self._spec))
+        self.bound[slot] = BoundAdapter(adapter, stored, *groups_of(stored, self._plan))
         self._items = {key: made for key, made in self._items.items() if key[0] != slot}
         self.bindings += 1
         self._loading[slot] = done
@@ -124,7 +121,7 @@ class DeviceImages:
     def stored(self, spec: AdapterSpec) -> AdapterSpec:
         """Returns an adapter's layout in the pool. Raises AdapterRejected for a rank above the padded one.
         Thread-safe."""
-        return spec if self._padded_rank is None else padding.padded(spec, self._spec, self._padded_rank)
+        return spec if self._padded_rank is None else padding.padded(spec, self._plan, self._padded_rank)
 
     def unload(self, slot: int) -> None:
         """Frees a slot's memory; its load must have ended."""
@@ -198,21 +195,21 @@ class DeviceImages:
         return [slot for slot in slots if slot in self.bound and self.bound[slot].is_loading]
 
     def work_items(self, slots: NDArray[np.int32]) -> list[WorkItems]:
-        """Returns the BGMV kernels' items of a batch by module group. `slots`: int32 [tokens], adapter slots.
+        """Returns the BGMV kernels' items of a batch by group shape. `slots`: int32 [tokens], adapter slots.
 
         In the padded baseline every module has the rank of the largest in the batch, otherwise its own."""
         used, most_rank = set(slots.tolist()) - {BASE_ADAPTER_SLOT}, MAX_RANK
         if self._padded_rank is not None:
             most_rank = max((align_up(self.bound[slot].adapter.spec.rank, RANK_STEP) for slot in used), default=0)
-        by_group: list[list[AdapterItems | None]] = [[None] * self.tables.slots for _ in GROUPS]
+        by_shape: list[list[AdapterItems | None]] = [[None] * self.tables.slots for _ in self._plan.group_shapes]
         for slot in used:
-            for items, made in zip(by_group, self._items_of(slot, most_rank), strict=True):
+            for items, made in zip(by_shape, self._items_of(slot, most_rank), strict=True):
                 items[slot] = made
-        return [plan_items(slots, items, most_rank) for items in by_group]
+        return [plan_items(slots, items, most_rank) for items in by_shape]
 
-    def module_groups_of(self, slots: Collection[int]) -> frozenset[int]:
-        """Returns the module groups in which any of these adapters has a module."""
-        return frozenset().union(*(self.bound[slot].any_groups for slot in slots))
+    def group_shapes_of(self, slots: Collection[int]) -> frozenset[int]:
+        """Returns the shapes of the groups in which any of these adapters has a module."""
+        return frozenset().union(*(self.bound[slot].shapes for slot in slots))
 
     def used(self, slots: Collection[int], lane: Lane, number: int) -> None:
         """Records that a pass which reads these adapters ends with mark `number` of `lane`."""
@@ -289,45 +286,48 @@ class DeviceImages:
 
     def _rows(self, bound: BoundAdapter, group: LayerGroup) -> list[padding.RowCopy]:
         layers = range(group.first_layer, group.end_layer)
-        return padding.copies(bound.adapter.spec, bound.stored, self._spec, layers)
+        return padding.copies(bound.adapter.spec, bound.stored, self._plan, layers)
 
     def _relocate(self, move: Move, stream: Stream) -> None:
         """Writes an adapter's new address to the tables, on the compute lane before the next iteration."""
         self._write_column(move.slot, self.memory.data_ptr() + move.target)
 
     def _write_column(self, slot: int, base: int) -> None:
-        tables, made = self.tables, column(self.bound[slot].stored, self._spec.layers, base)
+        tables, made = self.tables, column(self.bound[slot].stored, self._plan, base)
         pairs = ((tables.a, made.a), (tables.b, made.b), (tables.rank, made.rank), (tables.scale, made.scale))
         for table, values in (*pairs, (tables.dtype, made.dtype)):
             size = table.element_size()
-            self._ring.send_column(table.data_ptr() + size * slot, size * tables.slots, values)
+            self._ring.send_column(table.data_ptr() + size * slot, size * tables.slots, values.ravel())
         self._ring.flush()
 
     def _items_of(self, slot: int, most_rank: int) -> tuple[AdapterItems, ...]:
-        """Returns an adapter's items by module group, for its first `most_rank` rank rows; made once."""
+        """Returns an adapter's items by group shape, for its first `most_rank` rank rows; made once."""
         key = slot, most_rank
         if key not in self._items:
-            stored, ranks = self.bound[slot].stored, [0] * len(SITES)
-            for span in stored.spans:
-                ranks[span.site] = max(ranks[span.site], min(span.padded_rank, most_rank))
-            self._items[key] = tuple(
-                adapter_items(
-                    slot,
-                    [ranks[site] for site in sites],
-                    stored.dtype,
-                    [self._spec.site_shape(site)[1] for site in group],
-                )
-                for group, sites in zip(GROUPS, GROUP_SITES, strict=True)
-            )
+            self._items[key] = items_by_shape(self._plan, slot, self.bound[slot].stored, most_rank)
         return self._items[key]
 
 
-def _groups_by_layer(stored: AdapterSpec, model: ModelSpec) -> tuple[frozenset[int], ...]:
-    group_of = {site: group for group, sites in enumerate(GROUP_SITES) for site in sites}
-    groups: list[set[int]] = [set() for _ in range(model.layers)]
+def items_by_shape(plan: DecoderPlan, slot: int, stored: AdapterSpec, most_rank: int) -> tuple[AdapterItems, ...]:
+    """Returns an adapter's items by group shape, for its first `most_rank` rank rows. A list serves all groups of its
+    shape, so it is made for the largest rank that the adapter has in any of them."""
+    shapes = plan.group_shapes
+    ranks = [[0] * len(shape.widths) for shape in shapes]
     for span in stored.spans:
-        groups[span.layer].add(group_of[span.site])
-    return tuple(frozenset(found) for found in groups)
+        group = plan.layers[span.layer].groups[plan.layers[span.layer].sites[span.site].group]
+        of_shape, projection = ranks[plan.shapes_of_groups[span.layer][group.index]], span.site - group.sites[0].index
+        of_shape[projection] = max(of_shape[projection], min(span.padded_rank, most_rank))
+    pairs = zip(shapes, ranks, strict=True)
+    return tuple(adapter_items(slot, of_shape, stored.dtype, shape.widths) for shape, of_shape in pairs)
+
+
+def groups_of(stored: AdapterSpec, plan: DecoderPlan) -> tuple[tuple[frozenset[int], ...], frozenset[int]]:
+    """Returns the groups in which an adapter has a module, by layer, and their shapes."""
+    groups: list[set[int]] = [set() for _ in plan.layers]
+    for span in stored.spans:
+        groups[span.layer].add(plan.layers[span.layer].sites[span.site].group)
+    shapes = {shape[group] for shape, found in zip(plan.shapes_of_groups, groups, strict=True) for group in found}
+    return tuple(map(frozenset, groups)), frozenset(shapes)
 
 
 def issue_moves(

@@ -7,13 +7,13 @@ The region is created before CUDA starts, because the workers' fork server inher
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from caraserve.core.lora_layout import A_COLUMNS, GROUPS
+from caraserve.core.lora_layout import A_COLUMNS
 from caraserve.cpu import handoff
 from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
 from caraserve.gpu.kernels.work_orders import delta_columns
 from caraserve.gpu.memory.sync_slots import sync_slot_bytes
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan, GroupShape
 from caraserve.util.units import align_up
 
 SYNC_SLOTS = 2  # assisted chunks in flight
@@ -36,7 +36,7 @@ class HostRegion:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        plan: DecoderPlan,
         dtype: Dtype,
         workers: int,
         ring_bytes: Sequence[int],
@@ -48,9 +48,9 @@ class HostRegion:
         """`dtype`: in which the device computes. `result_bytes`: size of each of `results` blocks. `ring_bytes`,
         `mask_bytes`: by lane, of iterations and of assisted prefills."""
         self.block_bytes = align_up(handoff.block_bytes(1), PAGE_BYTES)
-        entries = spec.layers * len(GROUPS)
-        x_sizes = x_bytes(spec, dtype), x_bytes(spec, Dtype.F32) * (dtype is not Dtype.F32)
-        slot_sizes = (sync_slot_bytes(entries), x_sizes[0], delta_bytes(spec, dtype), x_sizes[1])
+        hand_offs = len(plan.layers) * plan.most_groups
+        x_sizes = x_bytes(plan, dtype), x_bytes(plan, Dtype.F32) * (dtype is not Dtype.F32)
+        slot_sizes = (sync_slot_bytes(hand_offs), x_sizes[0], delta_bytes(plan, dtype), x_sizes[1])
         sizes = slot_sizes if workers else (0, 0, 0, 0)
         parts = [*ring_bytes, *[result_bytes] * results, *mask_bytes, workers * self.block_bytes]
         parts += [*sizes * SYNC_SLOTS, arena_bytes]
@@ -66,22 +66,16 @@ class HostRegion:
         return HandOffBuffers(*(self.region.offset(int(self.region.carve(size).ctypes.data)) for size in sizes))
 
 
-def inputs_of(spec: ModelSpec, group: int) -> int:
-    """Returns the columns of the x that a module group reads."""
-    return spec.site_shape(GROUPS[group][0])[0]
-
-
-def x_stride(spec: ModelSpec, group: int) -> int:
+def x_stride(shape: GroupShape) -> int:
     """Returns the numbers between two rows of x in the region."""
-    return align_up(inputs_of(spec, group), A_COLUMNS)
+    return align_up(shape.inputs, A_COLUMNS)
 
 
-def x_bytes(spec: ModelSpec, dtype: Dtype) -> int:
+def x_bytes(plan: DecoderPlan, dtype: Dtype) -> int:
     """Returns the bytes of the widest x of a chunk."""
-    return dtype.itemsize * ASSISTED_CHUNK_TOKENS * max(x_stride(spec, group) for group in range(len(GROUPS)))
+    return dtype.itemsize * ASSISTED_CHUNK_TOKENS * max(map(x_stride, plan.group_shapes))
 
 
-def delta_bytes(spec: ModelSpec, dtype: Dtype) -> int:
+def delta_bytes(plan: DecoderPlan, dtype: Dtype) -> int:
     """Returns the bytes of the widest deltas of a chunk."""
-    strides = [delta_columns([spec.site_shape(site)[1] for site in group])[1] for group in GROUPS]
-    return dtype.itemsize * ASSISTED_CHUNK_TOKENS * max(strides)
+    return dtype.itemsize * ASSISTED_CHUNK_TOKENS * max(delta_columns(shape.widths)[1] for shape in plan.group_shapes)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, SiteSpan, lay_out
 from caraserve.errors import AdapterRejected
-from caraserve.model.spec import SITES, ModelSpec
-from caraserve.util.units import align_up
+from caraserve.model.plan import DecoderPlan
+from caraserve.util.units import align_up, ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,29 +28,28 @@ class RowCopy:
     rows: int
 
 
-def padded(spec: AdapterSpec, model: ModelSpec, max_rank: int) -> AdapterSpec:
+def padded(spec: AdapterSpec, plan: DecoderPlan, max_rank: int) -> AdapterSpec:
     """Returns the adapter's layout in the pool. Raises AdapterRejected if its rank is larger than `max_rank`."""
     if spec.rank > max_rank:
         raise AdapterRejected(f"rank {spec.rank} exceeds the {max_rank} rows that the padded kernels have")
-    modules = {(span.layer, SITES[span.site]): (max_rank, span.scale) for span in spec.spans}
-    spans, ends = lay_out(model, spec.dtype, modules)
+    spans, ends = lay_out(plan, spec.dtype, {span.module: (max_rank, span.scale) for span in spec.spans})
     return replace(spec, rank=max_rank, spans=spans, layer_ends=ends)
 
 
-def copies(spec: AdapterSpec, target: AdapterSpec, model: ModelSpec, layers: Sequence[int]) -> list[RowCopy]:
+def copies(spec: AdapterSpec, target: AdapterSpec, plan: DecoderPlan, layers: Sequence[int]) -> list[RowCopy]:
     """Returns the copies of `layers` from the host's image to `target`, whose bytes are zero."""
-    wanted, made = set(layers), []
+    wanted, made = set(layers), dict[RowCopy, None]()  # sites of one module have the same A
     for narrow, wide in zip(spec.spans, target.spans, strict=True):
         if narrow.layer in wanted:
-            made += _of_module(narrow, wide, model, spec.dtype.itemsize)
-    return made
+            made |= dict.fromkeys(_of_site(narrow, wide, plan, spec.dtype.itemsize))
+    return list(made)
 
 
-def _of_module(narrow: SiteSpan, wide: SiteSpan, model: ModelSpec, itemsize: int) -> list[RowCopy]:
-    inputs, outputs = model.site_shape(SITES[narrow.site])
-    a = narrow.padded_rank * align_up(inputs, A_COLUMNS) * itemsize
+def _of_site(narrow: SiteSpan, wide: SiteSpan, plan: DecoderPlan, itemsize: int) -> list[RowCopy]:
+    site = plan.layers[narrow.layer].sites[narrow.site]
+    a = narrow.padded_rank * align_up(site.inputs, A_COLUMNS) * itemsize
     width, pitch = (span.padded_rank * PANEL * itemsize for span in (narrow, wide))
     return [
         RowCopy(wide.a_offset, a, narrow.a_offset, a, a, 1),
-        RowCopy(wide.b_offset, pitch, narrow.b_offset, width, width, align_up(outputs, PANEL) // PANEL),
+        RowCopy(wide.b_offset, pitch, narrow.b_offset, width, width, ceil_div(site.outputs, PANEL)),
     ]

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from caraserve.core.lora_layout import GROUPS
 from caraserve.gpu.kernels.lora import most_segments
+from caraserve.model.plan import DecoderPlan
 
 _LOGITS_ROWS = 256
-ALL_GROUPS = frozenset(range(len(GROUPS)))  # indices into layout.GROUPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class PassShape:
     segments: int  # entries of `segments`; 0: no prompt chunk has an adapter, and no adapter has many decoding rows
     has_items: bool  # True if other rows that decode have adapters
     context: int  # most positions of any row that decodes
-    groups: frozenset[int] = ALL_GROUPS  # module groups in which any adapter of the batch has a module
+    groups: frozenset[int]  # shapes of the groups in which any adapter of the batch has a module
 
     @property
     def has_lora(self) -> bool:
@@ -56,3 +55,8 @@ class PassShape:
         sizes = ("tokens", "decode_rows", "tiles", "outputs", "segments", "has_items", "context")
         fits = all(getattr(self, name) <= getattr(larger, name) for name in sizes)
         return fits and (not self.has_lora or self.groups <= larger.groups)
+
+
+def all_groups(plan: DecoderPlan) -> frozenset[int]:
+    """Returns all group shapes, as indices of `plan.group_shapes`."""
+    return frozenset(range(len(plan.group_shapes)))

@@ -1,8 +1,8 @@
 """The device's state between iterations: keys and values, and each request slot's KV blocks, tokens and sampling
 parameters.
 
-Keys and values are a view of the pool's first bytes, block after block: `[block, layer, 2, block tokens, kv heads, head
-dim]`. The pool decides how many of the blocks may be used.
+Keys and values are a view of the pool's first bytes, block after block, and in a block layer after layer: `[2, block
+tokens, kv heads, head dim]`. The pool decides how many of the blocks may be used.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotStart
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.gpu.kernels.paged_cache import PagedCache
 from caraserve.gpu.memory.staging_ring import StagingRing
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import ceil_div
 
 BLOCK_TOKENS = 16
@@ -26,31 +26,38 @@ _STEP_BYTES = 4 << 20  # of vectors in fp32, converted and sent at a time
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """The arrays on the device. `caches`: one per layer."""
+    """The arrays on the device."""
 
-    caches: tuple[PagedCache, ...]
+    caches: tuple[PagedCache | None, ...]  # by layer; None: without attention
     block_table: Tensor  # int32 [slots, most blocks of a request]
     history: Tensor  # int32 [slots, positions + 1]; a negative token stands for a vector
     sampling: Tensor  # uint8 [slots, bytes of SLOT_SAMPLING]
 
 
-def block_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+def block_bytes(plan: DecoderPlan, dtype: torch.dtype) -> int:
     """Returns the bytes of one KV block over all layers."""
-    return spec.kv_bytes_per_token(dtype.itemsize) * BLOCK_TOKENS
+    return plan.kv_bytes_per_token(dtype.itemsize) * BLOCK_TOKENS
 
 
-def make_state(spec: ModelSpec, dtype: torch.dtype, pool: Tensor, slots: int, max_context: int) -> DeviceState:
+def make_state(plan: DecoderPlan, dtype: torch.dtype, pool: Tensor, slots: int, max_context: int) -> DeviceState:
     """Allocates the arrays; keys and values are views of `pool`, uint8 [bytes], at a multiple of 16."""
     device = pool.device
     block_table = torch.zeros((slots, ceil_div(max_context, BLOCK_TOKENS)), dtype=torch.int32, device=device)
-    row = spec.kv_heads * spec.head_dim  # numbers in one token's keys
-    half = BLOCK_TOKENS * row
-    block = 2 * spec.layers * half
+    block = plan.kv_bytes_per_token(1) * BLOCK_TOKENS  # in numbers
     numbers = pool[: pool.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-    shape = (numbers.numel() // block, BLOCK_TOKENS, spec.kv_heads, spec.head_dim)
-    strides = (block, row, spec.head_dim, 1)
-    halves = [numbers.as_strided(shape, strides, index * half) for index in range(2 * spec.layers)]
-    caches = [PagedCache(keys, values, block_table) for keys, values in zip(halves[::2], halves[1::2], strict=True)]
+    caches: list[PagedCache | None] = []
+    start = 0
+    for layer in plan.layers:
+        attention = layer.attention
+        if attention is None:
+            caches.append(None)
+            continue
+        row = attention.kv_heads * attention.head_dim  # numbers in one token's keys
+        shape = (numbers.numel() // block, BLOCK_TOKENS, attention.kv_heads, attention.head_dim)
+        strides = (block, row, attention.head_dim, 1)
+        keys, values = (numbers.as_strided(shape, strides, start + half * BLOCK_TOKENS * row) for half in range(2))
+        caches.append(PagedCache(keys, values, block_table))
+        start += 2 * BLOCK_TOKENS * row
     return DeviceState(
         tuple(caches),
         block_table,

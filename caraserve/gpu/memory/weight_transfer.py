@@ -23,7 +23,7 @@ from caraserve.cpu.weight_memory import huge_pages
 from caraserve.errors import ConfigError, ModelLoadError
 from caraserve.gpu.driver.api import Driver, DriverError, Event
 from caraserve.gpu.driver.device import GpuDevice
-from caraserve.gpu.linear.formats import TORCH_CODES
+from caraserve.gpu.linear.base import TORCH_CODES
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.folder_reader import StoredTensor
 from caraserve.util.units import ceil_div, human_bytes

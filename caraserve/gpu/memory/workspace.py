@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caraserve.core.lora_layout import GROUPS
 from caraserve.gpu.attention.base import DecodeAttention, Scratch
 from caraserve.gpu.kernels.bgmv_work import PLANES
 from caraserve.gpu.linear.base import RoundedRows
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import align_up
 
 _SAMPLING_BLOCKS = 128  # each has buffers as large as two rows of logits
@@ -22,30 +21,43 @@ _ROWS_STEP = 16  # decoding rows are cut at multiples, so that all addresses are
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Rows of one pass, [tokens, …] in the model's dtype."""
+    """Rows of one pass, [tokens, …] in the model's dtype. Groups of one shape use the same memory in every layer, and
+    what no two groups need at the same time shares it."""
 
     hidden: Tensor  # the residual stream
     normed: Tensor  # [tokens, hidden]
-    qkv: Tensor
-    attended: Tensor  # [tokens, heads · head dim]
-    delta: Tensor  # output of o or down, to be added to the residual stream
-    gate_up: Tensor
-    activated: Tensor  # [tokens, intermediate]
+    added: Tensor  # [tokens, hidden], the output of a block, to be added to the residual stream
+    inputs: tuple[Tensor, ...]  # by group shape: rows that it reads
+    outputs: tuple[Tensor, ...]  # by group shape: rows that it writes
+
+    @classmethod
+    def empty(cls, plan: DecoderPlan, tokens: int, dtype: torch.dtype, device: torch.device) -> "Activations":
+        """Allocates the rows of `tokens` tokens."""
+
+        def rows(width: int) -> Tensor:
+            return torch.zeros((tokens, width), dtype=dtype, device=device)
+
+        shapes = plan.group_shapes
+        hidden, normed, added = (rows(plan.hidden) for _ in range(3))
+        widest = max((sum(shape.widths) for shape in shapes if not shape.is_last), default=0)
+        projected, body = rows(widest).view(-1), rows(max(shape.inputs for shape in shapes)).view(-1)
+        sources = {"stream": hidden, "norm": normed}
+
+        def within(memory: Tensor, width: int) -> Tensor:
+            return memory[: tokens * width].view(tokens, width)
+
+        return cls(
+            hidden,
+            normed,
+            added,
+            tuple(within(body, each.inputs) if each.reads == "body" else sources[each.reads] for each in shapes),
+            tuple(added if each.is_last else within(projected, sum(each.widths)) for each in shapes),
+        )
 
     def first(self, tokens: int) -> "Activations":
         """Returns views of the first `tokens` rows."""
-        parts = self.hidden, self.normed, self.qkv, self.attended, self.delta, self.gate_up, self.activated
-        return Activations(*(part[:tokens] for part in parts))
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """Input of each module group of layout.GROUPS."""
-        return self.normed, self.attended, self.normed, self.activated
-
-    @property
-    def outputs(self) -> tuple[Tensor, ...]:
-        """Output of each module group of layout.GROUPS."""
-        return self.qkv, self.delta, self.gate_up, self.delta
+        inputs, outputs = (tuple(rows[:tokens] for rows in each) for each in (self.inputs, self.outputs))
+        return Activations(self.hidden[:tokens], self.normed[:tokens], self.added[:tokens], inputs, outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +65,9 @@ class Workspace:
     """The memory that a lane's kernels use and no other lane reads or writes."""
 
     activations: Activations
-    parts: tuple[Tensor, ...]  # float32 [PLANES, tokens, modules, max rank] by module group: output of shrink
-    shrunk: tuple[Tensor, ...]  # [tokens, modules, max rank] by module group: sums of the planes, of prompts
-    scratch: Scratch
+    parts: tuple[Tensor, ...]  # float32 [PLANES, tokens, sites, max rank] by group shape: output of shrink
+    shrunk: tuple[Tensor, ...]  # [tokens, sites, max rank] by group shape: sums of the planes, of prompts
+    scratch: dict[tuple[int, int], Scratch]  # of attention, by heads and head dim
     wanted: Tensor  # [outputs at once, hidden] normed rows for the logits
     logits: Tensor  # [outputs at once, vocab]
     embeddings: Tensor  # [rows, hidden]
@@ -63,19 +75,20 @@ class Workspace:
     counts: Tensor  # int32 [blocks, vocab], zero between launches
     rounded: RoundedRows | None  # if the weights need it
 
-    def decode_parts(self, shape: PassShape) -> list[tuple[slice, Scratch]]:
+    def decode_parts(self, shape: PassShape, heads: tuple[int, int]) -> list[tuple[slice, Scratch]]:
         """Splits the decoding rows so that the attention scratch of each part fits at this length of context. Returns
-        (rows, scratch) of each part."""
+        (rows, scratch) of each part. `heads`: their number and width."""
         if shape.decode_rows == 0:
             return []
-        most = self.scratch.rows_at(shape.context)
+        scratch = self.scratch[heads]
+        most = scratch.rows_at(shape.context)
         step = shape.decode_rows if most >= shape.decode_rows else most // _ROWS_STEP * _ROWS_STEP
         ends = [(start, min(start + step, shape.decode_rows)) for start in range(0, shape.decode_rows, step)]
-        return [(slice(start, end), self.scratch.within(end - start, shape.context)) for start, end in ends]
+        return [(slice(start, end), scratch.within(end - start, shape.context)) for start, end in ends]
 
 
 def make_workspace(
-    spec: ModelSpec,
+    plan: DecoderPlan,
     dtype: torch.dtype,
     capacity: Capacity,
     max_rank: int,
@@ -87,39 +100,37 @@ def make_workspace(
 ) -> Workspace:
     """Allocates a lane's workspace. `max_rank`: the largest of any adapter; 0 if no adapter is ever served.
     `rounds_inputs`: that of the weights."""
-    q, kv, _ = (spec.site_shape(site)[1] for site in GROUPS[0])
 
     def rows(count: int, width: int) -> Tensor:
         return torch.zeros((count, width), dtype=dtype, device=device)
 
-    widths = (spec.hidden, spec.hidden, q + 2 * kv, q, spec.hidden, 2 * spec.intermediate, spec.intermediate)
     outputs = capacity.logits_rows
     blocks = min(outputs, _SAMPLING_BLOCKS)
-    shapes = [(PLANES, capacity.tokens, len(group), max_rank) for group in GROUPS]
+    shapes = [(PLANES, capacity.tokens, len(each.widths), max_rank) for each in plan.group_shapes]
     part = torch.zeros(max(map(math.prod, shapes)), dtype=torch.float32, device=device)  # used by one group at a time
     shrunk = torch.zeros(max(map(math.prod, shapes)) // PLANES, dtype=dtype, device=device)
-    activations = Activations(*(rows(capacity.tokens, width) for width in widths))
-    widest = max(part.shape[1] for part in activations.inputs)
+    heads = dict.fromkeys((one.heads, one.head_dim) for one in plan.attentions)
     return Workspace(
-        activations,
+        Activations.empty(plan, capacity.tokens, dtype, device),
         tuple(part[: math.prod(shape)].view(shape) for shape in shapes),
         tuple(shrunk[: math.prod(shape[1:])].view(shape[1:]) for shape in shapes),
-        _scratch(spec, capacity.rows, max_context, device, attention),
-        rows(outputs, spec.hidden),
-        rows(outputs, spec.vocab_size),
-        rows(capacity.rows, spec.hidden),
-        torch.zeros((blocks, spec.vocab_size), dtype=torch.float32, device=device),
-        torch.zeros((blocks, spec.vocab_size), dtype=torch.int32, device=device),
-        RoundedRows.empty(widest, capacity.tokens, device) if rounds_inputs else None,
+        {each: _scratch(each, capacity.rows, max_context, device, attention) for each in heads},
+        rows(outputs, plan.hidden),
+        rows(outputs, plan.vocab_size),
+        rows(capacity.rows, plan.hidden),
+        torch.zeros((blocks, plan.vocab_size), dtype=torch.float32, device=device),
+        torch.zeros((blocks, plan.vocab_size), dtype=torch.int32, device=device),
+        RoundedRows.empty(max(plan.widest_input, plan.hidden), capacity.tokens, device) if rounds_inputs else None,
     )
 
 
 def _scratch(
-    spec: ModelSpec, rows: int, max_context: int, device: torch.device, attention: DecodeAttention[Any]
+    heads: tuple[int, int], rows: int, max_context: int, device: torch.device, attention: DecodeAttention[Any]
 ) -> Scratch:
-    """Allocates scratch for all rows at once, or for fewer if contexts are so long that it would exceed 256 MiB."""
-    num_bytes = attention.scratch_bytes(spec.heads, spec.head_dim, max_context)
+    """Allocates scratch for all rows at once, or for fewer if contexts are so long that it would exceed 256 MiB.
+    `heads`: their number and width."""
+    num_bytes = attention.scratch_bytes(*heads, max_context)
     fitting = max(_SCRATCH_BYTES // num_bytes // _ROWS_STEP, 1) * _ROWS_STEP
     count = min(align_up(rows, _ROWS_STEP), fitting)
-    made: Scratch = attention.scratch(count, spec.heads, spec.head_dim, max_context, device)
+    made: Scratch = attention.scratch(count, *heads, max_context, device)
     return made

@@ -21,8 +21,9 @@ from caraserve.gpu.memory.weight_transfer import TransferFigures
 from caraserve.gpu.weights import TORCH_DTYPES, Weights, dummy, load
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
+from caraserve.model.families import load_plan
 from caraserve.model.folder_reader import FolderReader
-from caraserve.model.spec import SITES, ModelSpec, load_spec
+from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import align_up
 from scripts.laboratory.gpu.setup import TINY, CheckSetup
 
@@ -46,14 +47,14 @@ class TinyModel:
             spec,
             count=len(_TINY_RANKS),
             ranks=_TINY_RANKS,
-            targets=SITES,
+            targets=spec.targets,
             dtype="float32",
         )
         return cls(folder / "tiny", tuple(paths.values()))
 
     @property
-    def spec(self) -> ModelSpec:
-        return load_spec(self.folder)
+    def spec(self) -> DecoderPlan:
+        return load_plan(self.folder)
 
     def read(self, memory: NDArray[np.uint8]) -> list[HostAdapter]:
         """Reads all adapters into `memory`, one after another."""
@@ -93,7 +94,7 @@ def cpu_backend(model: TinyModel, slots: int, adapter_slots: int, step_tokens: i
 @contextmanager
 def cuda_backend(
     setup: CheckSetup,
-    spec: ModelSpec,
+    plan: DecoderPlan,
     dtype: Dtype,
     sizes: GpuSizes,
     *,
@@ -109,10 +110,10 @@ def cuda_backend(
     used = setup.open(dtype)[0] if device is None else device
     used.enter_thread()
     if weights is None and folder is not None:
-        weights, _ = load_folder(folder, spec, dtype, sizes, used)
+        weights, _ = load_folder(folder, plan, dtype, sizes, used)
     elif weights is None:
-        weights = load(spec, TORCH_DTYPES[dtype], sizes.max_context, used.device, dummy(0, used.device))
-    backend = CudaBackend(spec, weights, sizes, used)
+        weights = load(plan, TORCH_DTYPES[dtype], sizes.max_context, used.device, dummy(0, used.device))
+    backend = CudaBackend(plan, weights, sizes, used)
     try:
         if warm:
             backend.warm_up()
@@ -122,7 +123,7 @@ def cuda_backend(
 
 
 def load_folder(
-    folder: Path, spec: ModelSpec, dtype: Dtype, sizes: GpuSizes, device: GpuDevice
+    folder: Path, plan: DecoderPlan, dtype: Dtype, sizes: GpuSizes, device: GpuDevice
 ) -> tuple[Weights, TransferFigures]:
     """Loads a checkpoint to the device, which has been entered, and measures that."""
-    return load_checkpoint(folder, device, partial(load, spec, TORCH_DTYPES[dtype], sizes.max_context))
+    return load_checkpoint(folder, device, partial(load, plan, TORCH_DTYPES[dtype], sizes.max_context))

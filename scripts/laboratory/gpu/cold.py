@@ -12,13 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
+from typing import get_args
 
 import numpy as np
 
 from caraserve.core import machine_profile as profiles
 from caraserve.core.batch import Batch, ScheduledRow
-from caraserve.core.lora_layout import RANK_STEP, AdapterSpec, HostAdapter, lay_out
-from caraserve.model.spec import SITES, ModelSpec
+from caraserve.core.lora_layout import RANK_STEP, AdapterSpec, HostAdapter, modules_of
+from caraserve.model.plan import DecoderPlan
+from caraserve.profiling.microbench import target_sets
 from scripts.laboratory.gpu.backends import DTYPE
 from scripts.laboratory.gpu.held_link import HeldLink
 from scripts.laboratory.gpu.limits import link_bytes_per_s
@@ -27,7 +29,6 @@ from scripts.laboratory.gpu.results import Lines, StageResult
 from scripts.laboratory.gpu.session import wait_for_load
 from scripts.laboratory.gpu.setup import CheckSetup
 
-_SITES: dict[profiles.Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
 _MODES = ("ondemand", "pipelined", "assisted")
 _CORE_FLOP_PER_S = 60e9  # assumed speed of the LoRA kernel on one core
 _COPY_S = 6e-6  # assumed time to issue a copy of any size
@@ -98,8 +99,8 @@ def cold(setup: CheckSetup) -> StageResult[ColdFigures]:
         subject.backend.use(_profile(setup, subject, link_speed))
         points = []
         for rank in effort.cold_ranks:
-            for targets, sites in _SITES.items():
-                points += _points(setup, subject, targets, sites, rank, link_speed)
+            for targets in get_args(profiles.Targets):
+                points += _points(setup, subject, targets, rank, link_speed)
         _judge(points, lines)
         gaps = _bystanders(setup, subject, link, lines)
     link.close()
@@ -109,10 +110,10 @@ def cold(setup: CheckSetup) -> StageResult[ColdFigures]:
 def _profile(setup: CheckSetup, subject: MeasuredModel, link: float) -> profiles.Profile:
     """Returns a profile for the backend's predictions, from the link's speed and warm prefills of the base model."""
     prompts = [profiles.PrefillPoint(count, 0, subject.prefill_ms(count, 0)) for count in setup.effort.cold_prompts]
-    flop = 4 * subject.spec.hidden * len(_SITES["qkv"])  # per token and unit of rank
+    flop = 4 * subject.spec.hidden * len(target_sets(subject.spec)["qkv"])  # per token and unit of rank
     rates = [
         profiles.LoraRate(rank, targets, _CORE_FLOP_PER_S / flop / rank, fixed_ms=0.0)
-        for targets in _SITES
+        for targets in get_args(profiles.Targets)
         for rank in (8, 64)
     ]
     return profiles.Profile(
@@ -131,11 +132,11 @@ def _profile(setup: CheckSetup, subject: MeasuredModel, link: float) -> profiles
 
 
 def _points(
-    setup: CheckSetup, subject: MeasuredModel, targets: str, sites: Sequence[str], rank: int, link: float
+    setup: CheckSetup, subject: MeasuredModel, targets: profiles.Targets, rank: int, link: float
 ) -> list[ColdPoint]:
     subject.forget_adapters()
-    adapter, points = subject.adapter(rank, sites), []
-    whole = subject.put(_with_one_more(subject.spec, rank, sites)) if targets == "qkv" else adapter
+    adapter, points = subject.adapter(rank, targets), []
+    whole = subject.put(_with_one_more(subject.spec, rank)) if targets == "qkv" else adapter
     for count in setup.effort.cold_prompts:
         if adapter is None or whole is None or setup.left_s < setup.budget_s / 4:
             break
@@ -148,12 +149,12 @@ def _points(
     return points
 
 
-def _with_one_more(model: ModelSpec, rank: int, sites: Sequence[str]) -> AdapterSpec:
-    """Returns the spec of an adapter of these modules and of one more in the first layer, of the least rank: prompts
-    take the graph of all modules for it, and compute no more LoRA than without that module."""
-    modules = {(layer, site): (rank, 1.0) for layer in range(model.layers) for site in sites}
-    spans, layer_ends = lay_out(model, DTYPE, modules | {(0, SITES[-1]): (RANK_STEP, 1.0)})
-    return AdapterSpec(f"{rank} and one more", DTYPE, rank, (*sites, SITES[-1]), layer_ends, spans)
+def _with_one_more(plan: DecoderPlan, rank: int) -> AdapterSpec:
+    """Returns the spec of an adapter of q, k and v and of one more module in the first layer, of the least rank:
+    prompts take the graph of all modules for it, and compute no more LoRA than without that module."""
+    modules = dict.fromkeys(modules_of(plan, target_sets(plan)["qkv"]), (rank, 1.0))
+    last = 0, len(plan.layers[0].linears) - 1
+    return AdapterSpec.of(plan, DTYPE, modules | {last: (RANK_STEP, 1.0)}, f"{rank} and one more")
 
 
 def _warm_ms(setup: CheckSetup, subject: MeasuredModel, adapter: HostAdapter, count: int) -> float:
@@ -226,7 +227,7 @@ def _bystanders(setup: CheckSetup, subject: MeasuredModel, link: HeldLink, lines
     while an adapter's copy stands still with those of requests alone."""
     effort, context = setup.effort, min(setup.effort.contexts)
     subject.forget_adapters()
-    adapter = subject.adapter(64 if 64 in effort.cold_ranks else effort.cold_ranks[0], _SITES["qkv"])
+    adapter = subject.adapter(64 if 64 in effort.cold_ranks else effort.cold_ranks[0], "qkv")
     if adapter is None:
         lines.add("requests that decode meanwhile", "not measured: the host tier is too small for an adapter")
         return {}

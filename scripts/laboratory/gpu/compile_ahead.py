@@ -90,8 +90,8 @@ def warm_up_all(setup: CheckSetup) -> None:
     slots, context = max(setup.effort.batches), max(setup.effort.contexts)
     sizes = replace(measured_sizes(setup, slots, context, slots + 1, workers=1), host_bytes=1 << 20)
     for shape, dtype in setup.effort.compiled:
-        device, spec = null_device(), shape_spec(replace(shape, layers=min(shape.layers, _LAYERS)), 2 * context)
-        weights = load(spec, TORCH_DTYPES[dtype], sizes.max_context, device.device, lambda name, target: None)
-        backend = CudaBackend(spec, weights, sizes, device)
+        device, plan = null_device(), shape_spec(replace(shape, layers=min(shape.layers, _LAYERS)), 2 * context)
+        weights = load(plan, TORCH_DTYPES[dtype], sizes.max_context, device.device, lambda name, target: None)
+        backend = CudaBackend(plan, weights, sizes, device)
         backend.warm_up()
         backend.close()

@@ -25,7 +25,7 @@ _QUESTIONS = ("Tell me about the sea.", "What is bread?", "Describe a mountain."
 # Difference of two log-probabilities with which the order of sums and roundings may decide, by --dtype.
 _TIE = {"float32": 0.001, "bfloat16": 0.2}
 _TIES_MOST = 0.1  # of all answers
-_SHARES = ("--gpu-memory-utilization", "0.15")  # other stages may run beside this one
+_MEMORY = ("--kv-cache-bytes", "256MiB")  # a share would count what servers and stages beside this one have taken
 _CPU = ("--device", "cpu", "--dtype", "float32")
 
 
@@ -105,7 +105,7 @@ async def _served(
     mode: str,
 ) -> Served:
     label, streams = f"{dtype}, {mode}", setup.effort.demo_streams
-    arguments = ("--device", "cuda", "--dtype", dtype, "--loading-mode", mode, *_SHARES)
+    arguments = ("--device", "cuda", "--dtype", dtype, "--loading-mode", mode, *_MEMORY)
     async with _asking(setup, f"{number}", arguments) as (ask, ready_s):
         alone = [await ask(question) for question in questions]
         begun_s = time.monotonic()

@@ -17,7 +17,6 @@ from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS
 from scripts.laboratory.gpu.backends import DTYPE
 from scripts.laboratory.gpu.cold import group_ends
 from scripts.laboratory.gpu.held_link import HeldLink
-from scripts.laboratory.gpu.iterations import QKV
 from scripts.laboratory.gpu.measured_model import MeasuredModel, measured_model
 from scripts.laboratory.gpu.results import Lines, StageResult, WrongResult
 from scripts.laboratory.gpu.session import wait_for_load
@@ -135,7 +134,7 @@ def handover(setup: CheckSetup) -> StageResult[HandOverFigures]:
 def _points(
     setup: CheckSetup, subject: MeasuredModel, link: HeldLink, explicit: ExplicitSync
 ) -> tuple[HandOverPoint, ...]:
-    adapter, prompts = subject.adapter(_RANK, QKV), setup.effort.handover_prompts
+    adapter, prompts = subject.adapter(_RANK, "qkv"), setup.effort.handover_prompts
     if adapter is None:
         raise BackendFailed("the host tier is too small for an adapter")
     for count in prompts:  # with the link open: a kernel that is loaded now may wait for streams that wait
@@ -164,7 +163,7 @@ def _point(setup: CheckSetup, subject: MeasuredModel, explicit: ExplicitSync, co
     token_ids = {each.token_id for each in (*sync_free, *explicit_ones)}
     if len(token_ids) > 1:
         raise WrongResult(f"{count} tokens: the first token differs with the hand-over, {token_ids}")
-    hand_offs = subject.spec.layers * len(list(chunk_ends(0, count))) * len(explicit_ones)
+    hand_offs = len(subject.spec.layers) * len(list(chunk_ends(0, count))) * len(explicit_ones)
     if (waits := explicit.waits - before) != _WAITS_OF_A_HAND_OFF * hand_offs:
         raise BackendFailed(f"the host waited {waits} times in {hand_offs} hand-offs: kernels were launched by a graph")
     return HandOverPoint(count, median(each.ms for each in sync_free), median(each.ms for each in explicit_ones))
@@ -173,7 +172,7 @@ def _point(setup: CheckSetup, subject: MeasuredModel, explicit: ExplicitSync, co
 def _prefill(subject: MeasuredModel, count: int) -> _Prefill:
     (ended,) = subject.session.run(subject.prompt_batch(count, _SLOT, 0, is_side_batch=True))
     (made,) = ended.result.rows
-    if made.needs_retry or made.cpu_layers < subject.spec.layers:
-        layers = f"{made.cpu_layers} of {subject.spec.layers} layers"
+    if made.needs_retry or made.cpu_layers < len(subject.spec.layers):
+        layers = f"{made.cpu_layers} of {len(subject.spec.layers)} layers"
         raise BackendFailed(f"CPU workers computed {layers} of a prompt of {count} tokens whose weights do not arrive")
     return _Prefill(1000 * (ended.result.done_s - ended.result.started_s), made.token_id)

@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from caraserve.model.spec import SITES, ModelSpec
+from caraserve.model.plan import DecoderPlan
 from scripts.laboratory.gpu.backends import DTYPE
 from scripts.laboratory.gpu.measured_model import MeasuredModel
 from scripts.laboratory.gpu.results import Lines
 
-QKV = SITES[:3]
 RANKS = (8, 16, 32, 64)
 
 
@@ -32,17 +31,17 @@ class PrefillPoint:
     lora_ms: float
 
 
-def floor_ms(spec: ModelSpec, tokens: int, bytes_per_s: float) -> float:
+def floor_ms(plan: DecoderPlan, tokens: int, bytes_per_s: float) -> float:
     """Returns the time in which the device reads what an iteration must: all weights but the embeddings, and the keys
     and values of `tokens` tokens."""
-    weights = (spec.num_parameters - spec.vocab_size * spec.hidden) * DTYPE.itemsize
-    return 1000 * (weights + tokens * spec.kv_bytes_per_token(DTYPE.itemsize)) / bytes_per_s
+    weights = (plan.num_parameters - plan.vocab_size * plan.hidden) * DTYPE.itemsize
+    return 1000 * (weights + tokens * plan.kv_bytes_per_token(DTYPE.itemsize)) / bytes_per_s
 
 
 def load_adapters(subject: MeasuredModel, count: int) -> list[int]:
     """Loads `count` adapters of q, k and v, at least one of each of RANKS in turn; returns their slots. Equal ranks
     share one host image."""
-    images = [subject.adapter(rank, QKV) for rank in RANKS]
+    images = [subject.adapter(rank, "qkv") for rank in RANKS]
     slots = list(range(1, max(count, len(RANKS)) + 1))
     for slot in slots:
         image = images[(slot - 1) % len(RANKS)]

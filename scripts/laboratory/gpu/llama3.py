@@ -88,6 +88,7 @@ def _long(setup: CheckSetup, subject: MeasuredModel, bytes_per_s: float, lines: 
 
 def _last_chunk_flops(subject: MeasuredModel, context: int, chunk: int) -> float:
     """Returns the operations of products by weights and of attention, in the last chunk of a prompt."""
-    spec, count = subject.spec, (context - 1) % chunk + 1
+    plan, count = subject.spec, (context - 1) % chunk + 1
     seen = context - count / 2  # positions that a token of the chunk attends to, on average
-    return 2.0 * count * spec.num_parameters + 4.0 * spec.layers * spec.heads * spec.head_dim * count * seen
+    attention = sum(one.heads * one.head_dim for one in plan.attentions)
+    return 2.0 * count * plan.num_parameters + 4.0 * attention * count * seen

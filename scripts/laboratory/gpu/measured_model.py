@@ -10,11 +10,12 @@ from statistics import median
 from caraserve.bench.synthetic import Shape, shape_spec
 from caraserve.core.batch import Batch, ScheduledRow
 from caraserve.core.lora_layout import ALIGN_BYTES, AdapterSpec, HostAdapter
+from caraserve.core.machine_profile import Targets
 from caraserve.gpu.backend import CudaBackend
 from caraserve.gpu.builder import GpuSizes
 from caraserve.gpu.driver.device import GpuDevice
-from caraserve.model.spec import ModelSpec
-from caraserve.profiling.microbench import adapter_spec, random_adapter
+from caraserve.model.plan import DecoderPlan
+from caraserve.profiling.microbench import adapter_spec, random_adapter, target_sets
 from caraserve.util.units import align_up
 from scripts.laboratory.gpu.backends import DTYPE, cuda_backend
 from scripts.laboratory.gpu.session import Prompt, Session, tokens
@@ -29,14 +30,15 @@ _KV_SHARE = 0.8  # of the memory pool; the rest is for adapters
 class MeasuredModel:
     """A backend, its session and its host memory, for timing iterations of requests with filled contexts."""
 
-    def __init__(self, setup: CheckSetup, backend: CudaBackend, spec: ModelSpec, context: int) -> None:
-        self.setup, self.backend, self.spec = setup, backend, spec
+    def __init__(self, setup: CheckSetup, backend: CudaBackend, plan: DecoderPlan, context: int) -> None:
+        self.setup, self.backend, self.spec = setup, backend, plan
         self.session = Session(backend, context)
         self._host_at = 0
 
-    def adapter(self, rank: int, sites: Sequence[str]) -> HostAdapter | None:
+    def adapter(self, rank: int, targets: Targets) -> HostAdapter | None:
         """Puts a new random adapter into host memory; returns None when there is no room left."""
-        return self.put(adapter_spec(self.spec, DTYPE, rank, self.spec.layers, sites))
+        names = target_sets(self.spec)[targets]
+        return self.put(adapter_spec(self.spec, DTYPE, rank, len(self.spec.layers), names))
 
     def put(self, spec: AdapterSpec) -> HostAdapter | None:
         """Puts a new random adapter with this spec into host memory; returns None when there is no room left."""

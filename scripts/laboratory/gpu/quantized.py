@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from caraserve.gpu.kernels.capability import compute_capability
-from caraserve.gpu.linear.base import Linear, RoundedRows
+from caraserve.gpu.linear.base import TORCH_CODES, Linear, RoundedRows
 from caraserve.gpu.linear.dense import DenseLinear
-from caraserve.gpu.linear.formats import QUANTIZED
 from caraserve.gpu.linear.fp8 import Fp8Linear
+from caraserve.gpu.linear.int8 import Int8Linear
 from caraserve.gpu.linear.quantized import QuantizedLinear
 from caraserve.model.dtype import Code
 from caraserve.model.formats.fp8 import Fp8
@@ -39,11 +39,11 @@ def random_linear(
     codes.clamp_(-code.largest, code.largest)
     scale = acc.random(generator, outputs, dtype=torch.float32).abs_() * (4 / code.largest / inputs**0.5)
     capability = compute_capability(acc.place)
-    made = QUANTIZED[code]
-    quantized = made.inputs_on(capability, (Fp8 if code is Code.F8_E4M3 else Int8)(taken))
+    made, scheme = (Fp8Linear, Fp8) if code is Code.F8_E4M3 else (Int8Linear, Int8)
+    quantized = made.inputs_on(capability, scheme(taken))
     given = torch.full((1,), _INPUT_SCALE, device=acc.place) if quantized is Inputs.STATIC else None
     return made(
-        codes.to(made.stored),
+        codes.to(TORCH_CODES[code]),
         scale if given is None else scale * given,
         acc.random(generator, outputs) if has_bias else None,
         quantized,

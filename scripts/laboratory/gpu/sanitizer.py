@@ -17,7 +17,10 @@ from scripts.laboratory.gpu.setup import CheckSetup
 # Accesses out of bounds; barriers that not all threads reach; shared memory used by two threads without a barrier.
 _DECIDING = ("memcheck", "synccheck")  # racecheck also reports pipelined copies, which it does not know
 _BY_KERNEL = "racecheck"
-_TRITON = ("attention.triton", "kernels.layers", "kernels.lora", "linear.quantized_kernels")  # modules of gpu/
+_TRITON = (
+    *("attention.triton", "kernels.elementwise", "kernels.heads", "kernels.lora", "kernels.norms"),
+    "linear.quantized_kernels",
+)  # modules of gpu/
 _KERNEL_SUFFIX = "_kernel"  # of Triton's kernels; functions without it are called by them
 _FOUND_STATUS = 86
 _MOST_PROCESSES = 8

@@ -156,7 +156,7 @@ def smoke_effort() -> CheckEffort:
         handover_prompts=(64,), handover_rounds=2, warm_batches=(1, 4, 16, 33), warm_prompts=(2, 17, 65),
         sampled_rows=(1, 16), product_rows=(1, 70), sanitizers=("memcheck",),
         server=("--random-model=10M", "--adapters=6", "--resident=4", "--modes=cached,auto", "--duration-s=3"),
-        serve=("--max-num-seqs", "16", "--gpu-memory-utilization", "0.1"),
+        serve=("--max-num-seqs", "16", "--kv-cache-bytes", "1GiB"),
         compiled=(
             *((shape, Dtype.BF16) for shape in (seven, eight, ten, DEMO)),
             *((shape, Dtype.F32) for shape in (seven, TINY, DEMO)),

@@ -10,7 +10,7 @@ from caraserve.bench.synthetic import shape_spec, write_repeating_weights
 from caraserve.errors import BackendFailed
 from caraserve.gpu.builder import GpuSizes
 from caraserve.gpu.memory.weight_transfer import TransferFigures
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import human_bytes
 from scripts.laboratory.gpu.backends import DTYPE, cuda_backend, load_folder
 from scripts.laboratory.gpu.processes import StageProcess
@@ -58,7 +58,7 @@ def start_once(setup: CheckSetup) -> StageResult[StartFigures]:
     return StageResult(StartFigures(opened_s - started_s, transfer, ready_s - loaded_s, used), Lines().all)
 
 
-def model_spec(setup: CheckSetup) -> ModelSpec:
+def model_spec(setup: CheckSetup) -> DecoderPlan:
     """Returns the model that is started."""
     return shape_spec(replace(setup.effort.shape, layers=_LAYERS), 2 * _CONTEXT)
 

@@ -9,7 +9,6 @@ from caraserve.core.lora_layout import HostAdapter
 from caraserve.core.machine_profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile
 from caraserve.errors import BackendFailed
 from caraserve.gpu.builder import GpuSizes
-from caraserve.model.spec import SITES
 from caraserve.util.units import human_bytes
 from scripts.laboratory.gpu.backends import DTYPE, cuda_backend
 from scripts.laboratory.gpu.cold import group_ends
@@ -71,7 +70,7 @@ def warm(setup: CheckSetup) -> StageResult[WarmFigures]:
         if not backend.workers.await_all(_BIRTH_S):
             raise BackendFailed("the CPU LoRA workers are not there")
         fitting = subject.grow_contexts(slots)
-        adapter = subject.adapter(_RANK, SITES)
+        adapter = subject.adapter(_RANK, "all")
         assert adapter is not None, "the host tier is too small"
         free_bytes = device.driver.free_bytes()
         batches = _serve_all(subject, adapter, fitting)

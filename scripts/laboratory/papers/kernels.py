@@ -164,7 +164,7 @@ def _measurements(
     of each batch."""
     spec = shape_spec(shape, _MAX_CONTEXT)
     most, ranks_used = max(map(len, batches)), sorted({rank for ranks in batches for rank in ranks})
-    specs = {rank: adapter_spec(spec, Dtype.F16, rank, spec.layers, QKV) for rank in ranks_used}
+    specs = {rank: adapter_spec(spec, Dtype.F16, rank, len(spec.layers), QKV) for rank in ranks_used}
     slots, end = {}, 1
     for rank in ranks_used:
         slots[rank] = range(end, end + max(ranks.count(rank) for ranks in batches))

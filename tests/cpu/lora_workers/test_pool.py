@@ -24,12 +24,12 @@ from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.cpu.weight_memory import convert
 from caraserve.cpu.weights import dummy_reader, load_model
 from caraserve.model.dtype import Dtype, to_float32
-from caraserve.model.spec import SITES, parse_spec
+from caraserve.model.families import plan_of
 from caraserve.profiling.microbench import MeasuredBackend
 from caraserve.util.units import align_up
 from tests.processes import until
 
-SPEC = parse_spec(
+SPEC = plan_of(
     {
         "model_type": "llama",
         "vocab_size": 64,
@@ -40,8 +40,9 @@ SPEC = parse_spec(
         "num_key_value_heads": 1,
     }
 )
-SCALES = {"q_proj": 0.5, "k_proj": 2.0, "v_proj": 1.25}  # scales of the modules that read a layer's first input
-WIDTHS = [align_up(SPEC.site_shape(site)[1], PANEL) for site in SCALES]  # columns of the modules' deltas, in order
+SCALES = 0.5, 2.0, 1.25  # of q, k and v
+LINEARS = SPEC.layers[0].linears[:3]
+WIDTHS = [align_up(linear.outputs, PANEL) for linear in LINEARS]  # columns of the modules' deltas, in order
 SLOT = 1
 TOKENS = 90  # of a prompt: more than a worker computes at once, whole or cut in two
 USABLE_CORES = sorted(os.sched_getaffinity(0))
@@ -182,18 +183,18 @@ def test_idle_workers_use_no_cpu(pair: CpuBackend) -> None:
 def make_adapter(rank: int, dtype: Dtype, backend: CpuBackend) -> tuple[HostAdapter, list[Matrix]]:
     """Returns an adapter of q, k, v in the host cache, and for each module the factor of x, [inputs, columns of y]."""
     rng = np.random.default_rng(rank)
-    spans, layer_ends = lay_out(SPEC, dtype, {(0, site): (rank, scale) for site, scale in SCALES.items()})
+    spans, layer_ends = lay_out(SPEC, dtype, {(0, index): (rank, scale) for index, scale in enumerate(SCALES)})
     data = backend.host_memory[: layer_ends[-1]]
     data[:] = 0
     products = []
     for span in spans:
-        inputs, outputs = SPEC.site_shape(SITES[span.site])
+        inputs, outputs = LINEARS[span.site].inputs, LINEARS[span.site].outputs
         a, b = np.zeros((rank, align_up(inputs, A_COLUMNS))), np.zeros((rank, align_up(outputs, PANEL)))
         a[:, :inputs], b[:, :outputs] = rng.standard_normal((rank, inputs)), rng.standard_normal((rank, outputs))
         a = store(a / rank, dtype, data[span.a_offset :])
         b = store(b.reshape(rank, -1, PANEL).swapaxes(0, 1), dtype, data[span.b_offset :])
         products.append(span.scale * a[:, :inputs].T @ b.swapaxes(0, 1).reshape(rank, -1))
-    return HostAdapter(AdapterSpec(f"{rank} {dtype}", dtype, rank, tuple(SCALES), layer_ends, spans), data), products
+    return HostAdapter(AdapterSpec(f"{rank} {dtype}", dtype, rank, SPEC.targets[:3], layer_ends, spans), data), products
 
 
 def store(values: Matrix, dtype: Dtype, at: NDArray[np.uint8]) -> Matrix:

@@ -132,7 +132,8 @@ template <int BLOCK> static void run() {
     else if (kernel == 1 && BLOCK == 0)
         handoff_wait<BLOCK>(&order(), &outcome, &errors);
     else if (kernel == 2)
-        handoff_add<BLOCK>(&order(), &outcome, y, STRIDE, STRIDE, 1, 0, 0, 0, INPUTS, 0, 0, 0, 0, 0);
+        handoff_add<BLOCK>(&order(), &outcome, y, STRIDE, STRIDE, 1, 1, 0, 0, 0, 0, 0, 0, INPUTS, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                           0, 0);
 }
 
 static void* device_thread(void* argument) {

@@ -12,7 +12,17 @@ import pytest
 from caraserve.cpu import handoff
 from caraserve.gpu.kernels.work_orders import split_rows
 from caraserve.model.dtype import Dtype
-from tests.gpu.hand_offs import ARRIVED, AWAITED, BY_DEVICE, BY_WORKERS, LOST, TOKENS, HandOff, comes_true
+from tests.gpu.hand_offs import (
+    ARRIVED,
+    AWAITED,
+    BY_DEVICE,
+    BY_WORKERS,
+    LOST,
+    TOKENS,
+    UNEVEN_WIDTHS,
+    HandOff,
+    comes_true,
+)
 
 TOLERANCE = {Dtype.F32: 1e-6, Dtype.BF16: 2**-8, Dtype.F16: 2**-11}
 SHORT_NS = 30_000_000
@@ -20,8 +30,8 @@ SHORT_NS = 30_000_000
 
 @pytest.fixture(scope="module")
 def hand_offs() -> Iterator[dict[int, HandOff]]:
-    """Yields a `HandOff` by number of workers."""
-    made = {workers: HandOff(workers) for workers in (1, 2)}
+    """Yields a `HandOff` by number of workers. With one, columns of y begin anywhere; with two, at multiples of 4."""
+    made = {1: HandOff(1, UNEVEN_WIDTHS), 2: HandOff(2)}
     yield made
     for hand_off in made.values():
         hand_off.close()
@@ -52,16 +62,18 @@ def check_sum(hand_off: HandOff) -> None:
 
 
 @pytest.mark.parametrize("activation", Dtype)
-def test_deltas_of_all_workers_are_added(pair: HandOff, activation: Dtype) -> None:
-    pair.activation = activation
-    pair.begin()
-    assert pair.publish() == BY_WORKERS
-    assert pair.wait() == BY_WORKERS
-    pair.add()
-    check_sum(pair)
-    assert [int(word[0]) for word in (pair.words.x_flag, pair.words.y_flag)] == [pair.generation] * 2
-    assert pair.errors[0] == 0
-    assert pair.counter[0] == 0
+@pytest.mark.parametrize("workers", [1, 2])
+def test_deltas_of_all_workers_are_added(hand_offs: dict[int, HandOff], workers: int, activation: Dtype) -> None:
+    made = fresh(hand_offs[workers])
+    made.activation = activation
+    made.begin()
+    assert made.publish() == BY_WORKERS
+    assert made.wait() == BY_WORKERS
+    made.add()
+    check_sum(made)
+    assert [int(word[0]) for word in (made.words.x_flag, made.words.y_flag)] == [made.generation] * 2
+    assert made.errors[0] == 0
+    assert made.counter[0] == 0
 
 
 def test_a_projection_without_an_adapter_is_not_touched(pair: HandOff) -> None:

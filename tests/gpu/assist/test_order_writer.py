@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caraserve.bench.synthetic import Shape, shape_spec
-from caraserve.core.lora_layout import GROUPS
+from caraserve.core.lora_layout import PANEL
 from caraserve.cpu import handoff
 from caraserve.gpu.assist.lane import AssistedChunk
 from caraserve.gpu.assist.order_writer import ChunkOrders, WorkOrderWriter
@@ -19,13 +18,14 @@ from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, HostRegion, 
 from caraserve.gpu.memory.link_queue import LoraSource
 from caraserve.gpu.memory.sync_slots import SyncSlot
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES
 from caraserve.profiling.microbench import adapter_spec
+from tests.gpu.small_model import mixed_plan
 
-LAYERS, WORKERS, ON_DEVICE = 2, 3, 1 << 40
+WORKERS, ON_DEVICE = 3, 1 << 40
 READY, GENERATION = (8, 16), 77
-SPEC = shape_spec(Shape(hidden=96, layers=LAYERS, intermediate=160, vocab=64, heads=6, kv_heads=2), 64)
-GROUPS_OF_ALL = range(len(GROUPS))
+PLAN = mixed_plan()
+LAYERS, GROUPS = len(PLAN.layers), range(PLAN.most_groups)
+ADAPTER = adapter_spec(PLAN, Dtype.F16, 8, LAYERS)
 HEAD_BYTES, TASK_HEAD_BYTES = work_order_bytes(0), work_order_bytes(1) - work_order_bytes(0) - handoff.SLICE_BYTES
 
 
@@ -36,7 +36,7 @@ def overlaps(spans: list[tuple[int, int]]) -> bool:
 
 @pytest.fixture
 def region(dtype: Dtype) -> Iterator[HostRegion]:
-    made = HostRegion(SPEC, dtype, WORKERS, (4096, 4096), 4096, 1, (64, 64), 1 << 20)
+    made = HostRegion(PLAN, dtype, WORKERS, (4096, 4096), 4096, 1, (64, 64), 1 << 20)
     yield made
     made.region.close()
 
@@ -46,10 +46,10 @@ def write(
 ) -> ChunkOrders:
     """Writes the work orders of a chunk in the second sync slot, `idle` of whose workers are idle, twice."""
     memory, buffers = RegisteredMemory(region.region.base, ON_DEVICE), region.hand_off_buffers[1]
-    adapter: Any = SimpleNamespace(spec=adapter_spec(SPEC, Dtype.F16, 8, LAYERS, SITES), data=region.arena)
-    slot = SyncSlot.at(buffers.sync_slot, LAYERS * len(GROUPS), GENERATION)
+    adapter: Any = SimpleNamespace(spec=ADAPTER, data=region.arena)
+    slot = SyncSlot.at(buffers.sync_slot, len(GROUPS) * LAYERS, GENERATION)
     chunk = AssistedChunk(1, slot, sources, groups, READY, 5)
-    writer = WorkOrderWriter(SPEC, region, memory, dtype)
+    writer = WorkOrderWriter(PLAN, region, memory, dtype)
     writer.write(chunk, adapter, ASSISTED_CHUNK_TOKENS, range(idle), lambda rank: 1)
     return writer.write(chunk, adapter, ASSISTED_CHUNK_TOKENS, range(idle), lambda rank: 1)
 
@@ -57,26 +57,47 @@ def write(
 @pytest.mark.parametrize("dtype", Dtype)
 def test_each_worker_has_its_own_rows(region: HostRegion, dtype: Dtype) -> None:
     buffers = region.hand_off_buffers[1]
-    written = write(region, dtype, [LoraSource.WORKERS] * LAYERS, [GROUPS_OF_ALL] * LAYERS, WORKERS)
-    outputs = sum(SPEC.site_shape(site)[1] for site in SITES)
-    assert written.answer_bytes == LAYERS * dtype.itemsize * ASSISTED_CHUNK_TOKENS * outputs
-    assert written.slices == LAYERS * len(GROUPS) * WORKERS
-    for group, layer in product(GROUPS_OF_ALL, range(LAYERS)):
+    written = write(region, dtype, [LoraSource.WORKERS] * LAYERS, [GROUPS] * LAYERS, WORKERS)
+    outputs = sum(site.outputs for layer in PLAN.layers for site in layer.sites)
+    assert written.answer_bytes == dtype.itemsize * ASSISTED_CHUNK_TOKENS * outputs
+    assert written.slices == len(GROUPS) * LAYERS * WORKERS
+    for group, layer in product(GROUPS, range(LAYERS)):
+        stride = x_stride(PLAN.layers[layer].groups[group].shape)
         tasks = written.words[group, layer, HEAD_BYTES // 8 :].reshape(WORKERS, -1)
         slices = tasks[:, TASK_HEAD_BYTES // 8 :]
         rows = slices[:, handoff.SLICE_ROWS]
         assert rows.sum() == ASSISTED_CHUNK_TOKENS
         assert (slices[:, handoff.SLICE_DTYPE] == dtype.value).all()
-        assert (slices[:, handoff.SLICE_X_STRIDE] == dtype.itemsize * x_stride(SPEC, group)).all()
+        assert (slices[:, handoff.SLICE_X_STRIDE] == dtype.itemsize * stride).all()
         assert (tasks[:, 5] == slices[:, handoff.SLICE_Y] + ON_DEVICE).all()  # where the device reads the deltas
-        for word, stride, area, num_bytes in (
-            (handoff.SLICE_X, handoff.SLICE_X_STRIDE, buffers.x, x_bytes(SPEC, dtype)),
-            (handoff.SLICE_Y, handoff.SLICE_Y_STRIDE, buffers.deltas, delta_bytes(SPEC, dtype)),
+        for word, pitch, area, num_bytes in (
+            (handoff.SLICE_X, handoff.SLICE_X_STRIDE, buffers.x, x_bytes(PLAN, dtype)),
+            (handoff.SLICE_Y, handoff.SLICE_Y_STRIDE, buffers.deltas, delta_bytes(PLAN, dtype)),
         ):
-            check_places(slices[:, word], rows * slices[:, stride], area, num_bytes)
+            check_places(slices[:, word], rows * slices[:, pitch], area, num_bytes)
         if dtype is not Dtype.F32:
-            wide = rows * 4 * x_stride(SPEC, group)
-            check_places(slices[:, handoff.SLICE_WIDE_X], wide, buffers.wide_x, x_bytes(SPEC, Dtype.F32))
+            wide = rows * 4 * stride
+            check_places(slices[:, handoff.SLICE_WIDE_X], wide, buffers.wide_x, x_bytes(PLAN, Dtype.F32))
+
+
+@pytest.mark.parametrize("dtype", [Dtype.F16])
+def test_slices_name_the_sites_of_their_layers_group(region: HostRegion, dtype: Dtype) -> None:
+    """Sites have other indices, and groups other sites, in other layers. Parts of a fused module share A."""
+    written = write(region, dtype, [LoraSource.WORKERS] * LAYERS, [GROUPS] * LAYERS, 1)
+    arena = region.region.offset(int(region.arena.ctypes.data))
+    for layer, one in enumerate(PLAN.layers):
+        for group in one.groups:
+            words = written.words[group.index, layer, (HEAD_BYTES + TASK_HEAD_BYTES) // 8 :]
+            assert words[handoff.SLICE_SITES] == len(group.sites)
+            sites = words[handoff.SLICE_HEAD_BYTES // 8 : handoff.SLICE_BYTES // 8]
+            listed = sites.reshape(-1, handoff.SITE_BYTES // 8)[: len(group.sites)]
+            of_layer = [span for span in ADAPTER.spans if span.layer == layer]
+            spans = [span for span in of_layer if one.sites[span.site].group == group.index]
+            assert [entry[:2].tolist() for entry in listed] == [
+                [arena + span.a_offset, arena + span.b_offset] for span in spans
+            ]
+            columns = [dtype.itemsize * column for column in group.columns(PANEL)]
+            assert listed[:, handoff.SITE_COLUMN_BYTES].tolist() == columns
 
 
 def check_places(starts: np.ndarray, sizes: np.ndarray, area: int, num_bytes: int) -> None:
@@ -92,7 +113,7 @@ def test_workers_are_asked_for_the_layers_whose_source_they_are(region: HostRegi
     sources = [LoraSource.WAIT, LoraSource.WORKERS]
     written = write(region, dtype, sources, [{0, 2}, {0, 3}], idle=2)
     assert written.slices == 2 * 2
-    for group, layer in product(GROUPS_OF_ALL, range(LAYERS)):
+    for group, layer in product(GROUPS, range(LAYERS)):
         order = written.words[group, layer]
         if group not in ({0, 2}, {0, 3})[layer]:
             assert not order.any()
@@ -110,7 +131,7 @@ def test_workers_are_asked_for_the_layers_whose_source_they_are(region: HostRegi
 
 @pytest.mark.parametrize("dtype", [Dtype.F32])
 def test_without_idle_workers_the_device_waits_for_every_layer(region: HostRegion, dtype: Dtype) -> None:
-    written = write(region, dtype, [LoraSource.WORKERS] * LAYERS, [GROUPS_OF_ALL] * LAYERS, idle=0)
+    written = write(region, dtype, [LoraSource.WORKERS] * LAYERS, [GROUPS] * LAYERS, idle=0)
     assert (written.slices, written.answer_bytes) == (0, 0)
     assert (written.words[:, :, 4] == READY).all()
     assert not written.words[:, :, 0].any()
@@ -119,7 +140,7 @@ def test_without_idle_workers_the_device_waits_for_every_layer(region: HostRegio
 @pytest.mark.parametrize("dtype", [Dtype.F32])
 def test_a_workers_numbers_rise_in_the_devices_order(region: HostRegion, dtype: Dtype) -> None:
     """By one for each hand-off, also from one chunk to the next."""
-    written = write(region, dtype, [LoraSource.WORKERS] * LAYERS, [GROUPS_OF_ALL] * LAYERS, WORKERS)
+    written = write(region, dtype, [LoraSource.WORKERS] * LAYERS, [GROUPS] * LAYERS, WORKERS)
     numbers = written.words[:, :, HEAD_BYTES // 8 + 1]  # of the first worker, [groups, layers]
-    hand_offs = LAYERS * len(GROUPS)
+    hand_offs = len(GROUPS) * LAYERS
     assert numbers.T.ravel().tolist() == list(range(hand_offs + 1, 2 * hand_offs + 1))

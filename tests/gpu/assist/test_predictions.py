@@ -29,8 +29,8 @@ def test_a_layer_takes_a_hand_off_for_each_module_group_its_largest_slice_and_al
     made = measured_predictions(profile, SPEC, delta_itemsize=2, slice_tokens=None)
     for targets, count in WIDTHS.items():
         work = LayerWork(tokens=100, slice_tokens=25, rank=64, has_all=targets == "all")
-        sites = ("q_proj", "k_proj", "v_proj") if targets == "qkv" else None
-        outputs = sum(shape[1] for site, shape in shapes().items() if sites is None or site in sites)
+        groups = SPEC.layers[0].groups[:count]
+        outputs = sum(width for group in groups for width in group.widths)
         expected_ms = count * 0.05 + profile.cpu_lora_ms(25, 64, targets) + 100 * 2 * outputs / 1e6  # type: ignore[arg-type]
         assert 1000 * made.hand_offs_s(work) == pytest.approx(expected_ms)
 
@@ -38,8 +38,3 @@ def test_a_layer_takes_a_hand_off_for_each_module_group_its_largest_slice_and_al
 def test_slices_follow_the_profile_or_the_option(profile: Profile) -> None:
     assert measured_predictions(profile, SPEC, 2, None).tokens_per_worker(64) == profile.tokens_per_worker(64)
     assert measured_predictions(profile, SPEC, 2, 8).tokens_per_worker(64) == 8
-
-
-def shapes() -> dict[str, tuple[int, int]]:
-    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    return {site: SPEC.site_shape(site) for site in names}

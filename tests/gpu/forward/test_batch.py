@@ -23,7 +23,7 @@ def test_each_token_of_an_adapter_is_computed_once_and_many_decoding_rows_of_one
     rows = tuple(ScheduledRow(slot, 5, count, adapter, samples=True) for slot, (count, adapter) in enumerate(batch))
     writer = BatchWriter(Capacity(TOKENS, ROWS, TOKENS, 64, ADAPTERS))
     words = writer.empty()
-    shape = writer.fill(words, rows, outputs_of(rows, np.full(ROWS, 5, np.int64)))
+    shape = writer.fill(words, rows, outputs_of(rows, np.full(ROWS, 5, np.int64)), ())
     places = {name: words[place] for name, place in writer._places.items()}
     by_bgmv = decode_slots(rows)
     by_segment = np.zeros(shape.tokens, np.int32)

@@ -1,5 +1,7 @@
 """Buckets of captured graphs: every choice covers its batch, and memory is bounded."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,10 +11,11 @@ from caraserve.core.batch import Batch, ScheduledRow
 from caraserve.gpu.forward.graphs import Bucket, GraphSet, bucket_of, buckets, shape_for
 from caraserve.gpu.kernels.bgmv_work import MOST_ROWS
 from caraserve.gpu.kernels.lora import cut_segments
-from caraserve.gpu.memory.pass_shape import Capacity
+from caraserve.gpu.memory.pass_shape import Capacity, all_groups
+from tests.gpu.small_model import SPEC, mixed_plan
 
 ROWS, TOKENS = 100, 1500
-ALL = (0, 1, 2, 3)  # module groups
+ALL, QKV = all_groups(SPEC), SPEC.attention_inputs
 
 
 def graphs(budget: int = 10**9, bytes_each: int = 1, *, merging: bool = False) -> GraphSet:
@@ -34,21 +37,23 @@ def plan(*counts: int, adapter: int = 0, merged: int | None = None) -> Batch:
 
 
 def test_a_batch_is_decode_only_if_every_row_has_one_token() -> None:
-    assert bucket_of(plan(1, 1, 1), (), ALL) == Bucket(is_mixed=False, size=3, lora=False)
-    assert bucket_of(plan(1, 7), (), ALL) == Bucket(is_mixed=True, size=8, lora=False)
-    assert bucket_of(plan(1, 2), (), ALL) == Bucket(is_mixed=True, size=3, lora=False)
+    assert bucket_of(plan(1, 1, 1), (), ALL, QKV) == Bucket(is_mixed=False, size=3, lora=False)
+    assert bucket_of(plan(1, 7), (), ALL, QKV) == Bucket(is_mixed=True, size=8, lora=False)
+    assert bucket_of(plan(1, 2), (), ALL, QKV) == Bucket(is_mixed=True, size=3, lora=False)
 
 
 def test_arriving_and_merged_adapters_need_other_buckets() -> None:
-    assert bucket_of(plan(1, adapter=3), (), ALL) == Bucket(is_mixed=False, size=1, lora=True)
-    assert bucket_of(plan(9, adapter=3), {3}, ALL) == Bucket(is_mixed=True, size=9, lora=True, gated=True)
-    assert bucket_of(plan(9, adapter=3), {4}, ALL) == Bucket(is_mixed=True, size=9, lora=True)
-    assert bucket_of(plan(1, adapter=3, merged=3), {3}, ALL) == Bucket(is_mixed=False, size=1, lora=False, merged=True)
+    assert bucket_of(plan(1, adapter=3), (), ALL, QKV) == Bucket(is_mixed=False, size=1, lora=True)
+    assert bucket_of(plan(9, adapter=3), {3}, ALL, QKV) == Bucket(is_mixed=True, size=9, lora=True, gated=True)
+    assert bucket_of(plan(9, adapter=3), {4}, ALL, QKV) == Bucket(is_mixed=True, size=9, lora=True)
+    assert bucket_of(plan(1, adapter=3, merged=3), {3}, ALL, QKV) == Bucket(
+        is_mixed=False, size=1, lora=False, merged=True
+    )
 
 
 def test_a_batch_with_every_token_scored_takes_no_graph() -> None:
     scored = ScheduledRow(0, 0, 4, 0, samples=False, prompt_logprobs=0)
-    assert bucket_of(Batch((), (), (scored,)), (), ALL) is None
+    assert bucket_of(Batch((), (), (scored,)), (), ALL, QKV) is None
 
 
 # --- the graph that it takes ---
@@ -66,24 +71,32 @@ def test_the_smallest_graph_that_serves_is_chosen_and_without_lora_for_base_rows
 
 def test_adapters_of_q_k_and_v_take_graphs_without_the_other_modules() -> None:
     made = captured(graphs())
-    wanted = bucket_of(plan(1, 1, adapter=3), (), {0})
+    wanted = bucket_of(plan(1, 1, adapter=3), (), {0}, QKV)
     assert wanted == Bucket(is_mixed=False, size=2, lora=True, qkv_only=True)
     assert made.choose(wanted) == wanted
-    assert bucket_of(plan(1, 1, adapter=3), (), {0, 3}) == Bucket(is_mixed=False, size=2, lora=True)
+    assert bucket_of(plan(1, 1, adapter=3), (), {0, 3}, QKV) == Bucket(is_mixed=False, size=2, lora=True)
     alone = graphs()
     alone.captured(Bucket(is_mixed=False, size=4, lora=True, qkv_only=True), 1)
     assert alone.choose(Bucket(is_mixed=False, size=2, lora=True)) is None
     assert alone.choose(Bucket(is_mixed=False, size=2, lora=False)) is not None
 
 
+def test_graphs_of_q_k_and_v_have_their_groups_in_all_layers_of_any_plan() -> None:
+    mixed, capacity = mixed_plan(), Capacity(64, 8, 64, 16, 4)
+    bucket = Bucket(is_mixed=False, size=4, lora=True, qkv_only=True)
+    named = {mixed.group_shapes[shape].widths for shape in shape_for(mixed, bucket, capacity, 100).groups}
+    assert named == {layer.groups[0].widths for layer in mixed.layers}
+    assert shape_for(mixed, replace(bucket, qkv_only=False), capacity, 100).groups == all_groups(mixed)
+
+
 def test_a_decode_batch_with_many_rows_of_an_adapter_takes_a_graph_with_the_kernels_of_prompts() -> None:
     made = captured(graphs())
     rows = plan(*[1] * 9, adapter=3)
-    wanted = bucket_of(rows, (), ALL, segmented=True)
+    wanted = bucket_of(rows, (), ALL, QKV, segmented=True)
     assert wanted == Bucket(is_mixed=False, size=9, lora=True, segmented=True)
     assert made.choose(wanted) == Bucket(is_mixed=False, size=16, lora=True, segmented=True)
     assert made.choose(Bucket(is_mixed=False, size=9, lora=True)) == Bucket(is_mixed=False, size=12, lora=True)
-    mixed = bucket_of(plan(7, *[1] * 9, adapter=3), (), ALL, segmented=True)
+    mixed = bucket_of(plan(7, *[1] * 9, adapter=3), (), ALL, QKV, segmented=True)
     assert mixed == Bucket(is_mixed=True, size=16, lora=True)  # has them in any case
     assert not [bucket for bucket in buckets(8, TOKENS) if bucket.segmented]
 
@@ -93,7 +106,7 @@ def test_a_graph_has_room_for_the_segments_of_any_decode_batch(adapters: list[in
     slots = np.repeat(np.arange(len(adapters)) + 1, adapters).astype(np.int32)
     size = len(slots) + others
     capacity = Capacity(2048, 2048, 2048, 64, 40)
-    room = shape_for(Bucket(is_mixed=False, size=size, lora=True, segmented=True), capacity, 100)
+    room = shape_for(SPEC, Bucket(is_mixed=False, size=size, lora=True, segmented=True), capacity, 100)
     assert len(cut_segments(slots)[1]) <= room.segments
 
 

@@ -17,33 +17,32 @@ from triton.compiler import make_backend
 from triton.runtime import driver as triton_driver
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from caraserve.core.lora_layout import GROUPS
 from caraserve.gpu.attention import triton as attention
 from caraserve.gpu.builder import BackendParts, GpuSizes
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.forward.decoder import issue_pass
 from caraserve.gpu.forward.warm_up import LateKernels, product_rows
-from caraserve.gpu.kernels import layers, lora, sampling
+from caraserve.gpu.kernels import elementwise, heads, lora, norms, sampling
 from caraserve.gpu.linear.dense import DenseLinear
 from caraserve.gpu.memory import workspace
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS
 from caraserve.gpu.memory.masks import MaskedOutputs
-from caraserve.gpu.memory.pass_shape import PassShape
+from caraserve.gpu.memory.pass_shape import PassShape, all_groups
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.gpu.weights import dummy, load
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, parse_spec
+from caraserve.model.families import plan_of
 from caraserve.profiling.microbench import adapter_spec
 from scripts.laboratory.gpu.null_device import NullDriver, NullKernels
 from tests.oracle.quantized import PER_TOKEN, compressed
 
 KERNELS = {  # all that are launched from Python
     name
-    for module in (attention, layers, lora, sampling)
+    for module in (attention, elementwise, heads, norms, lora, sampling)
     for name, value in vars(module).items()
     if isinstance(value, JITFunction) and name.endswith("_kernel")
-}
+} - {"cap_kernel"}  # of models whose logits are scaled or capped
 OF_QUANTISED = {  # those of models with quantised weights
     "quantised in part": {"round_kernel", "product_kernel", "scale_kernel"},
     "int8 weights": {"product_kernel"},
@@ -67,10 +66,10 @@ MODELS: dict[str, dict[str, Any]] = {
 @contextmanager
 def parts_of(model: str, count: int) -> Iterator[BackendParts]:
     sizes = {"vocab_size": 100, "hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 2}
-    spec = parse_spec({"num_key_value_heads": 1, "num_hidden_layers": count, **sizes, **MODELS[model]})
-    weights = load(spec, torch.bfloat16, CONTEXT, CPU, dummy(0, CPU))
+    plan = plan_of({"num_key_value_heads": 1, "num_hidden_layers": count, **sizes, **MODELS[model]})
+    weights = load(plan, torch.bfloat16, CONTEXT, CPU, dummy(0, CPU))
     device = GpuDevice(NullDriver(), NullKernels(), CPU, "none")
-    parts = BackendParts(spec, weights, SIZES, device, lambda: None)
+    parts = BackendParts(plan, weights, SIZES, device, lambda: None)
     try:
         yield parts
     finally:
@@ -103,28 +102,30 @@ def met(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
 
 def iterations(parts: BackendParts) -> None:
     """Issues passes of many shapes on the lane of iterations, with masked outputs and embeddings."""
-    lane, stream = parts.lanes[0], Stream(1)
+    lane, stream, groups = parts.lanes[0], Stream(1), all_groups(parts.plan)
     for outputs in (range(1), range(3, 19), range(40)):
         masked = MaskedOutputs(np.array(outputs), has_scores=True, await_masks=lambda stream: None)
         lane.decoder.sample_masked(masked, 0, 64, stream)
         lane.decoder.embed_prompts(len(outputs), stream)
     for shape in (
-        PassShape(1, 1, 0, 1, 0, has_items=False, context=1),
-        PassShape(3, 3, 0, 3, 0, has_items=True, context=500),
-        PassShape(ROWS, ROWS, 0, ROWS, 0, has_items=True, context=CONTEXT),
-        PassShape(5, 0, 1, 1, 1, has_items=False, context=0),
-        PassShape(32, 16, 2, 17, 3, has_items=True, context=17),
-        PassShape(TOKENS, 7, 9, TOKENS, 12, has_items=True, context=16),  # scores more tokens than there are logits
+        PassShape(1, 1, 0, 1, 0, has_items=False, context=1, groups=groups),
+        PassShape(3, 3, 0, 3, 0, has_items=True, context=500, groups=groups),
+        PassShape(ROWS, ROWS, 0, ROWS, 0, has_items=True, context=CONTEXT, groups=groups),
+        PassShape(5, 0, 1, 1, 1, has_items=False, context=0, groups=groups),
+        PassShape(32, 16, 2, 17, 3, has_items=True, context=17, groups=groups),
+        # Scores more tokens than there are logits.
+        PassShape(TOKENS, 7, 9, TOKENS, 12, has_items=True, context=16, groups=groups),
     ):
-        issue_pass(lane.decoder.make_pass(shape), stream, parts.spec.layers)
+        issue_pass(lane.decoder.make_pass(shape), stream, len(parts.plan.layers))
 
 
 def assisted(parts: BackendParts) -> None:
     """Issues assisted chunks kernel by kernel."""
     decoder, stream = parts.lanes[1].decoder, Stream(1)
     for tokens in (1, 7, 16, ASSISTED_CHUNK_TOKENS):
-        shape = PassShape(tokens, 0, 1, tokens % 2, 1, has_items=False, context=0)
-        issue_pass(decoder.make_pass(shape, hand_offs=parts.assisted._hand_offs), stream, parts.spec.layers)
+        groups = all_groups(parts.plan)
+        shape = PassShape(tokens, 0, 1, tokens % 2, 1, has_items=False, context=0, groups=groups)
+        issue_pass(decoder.make_pass(shape, hand_offs=parts.assisted._hand_offs), stream, len(parts.plan.layers))
     masked = MaskedOutputs(np.array([0]), has_scores=True, await_masks=lambda stream: None)
     decoder.sample_masked(masked, 0, 1, stream)
     decoder.embed_prompts(1, stream)
@@ -144,11 +145,12 @@ def test_serving_meets_no_kernel_that_the_warm_up_has_not(model: str, count: int
 
 
 def test_a_tables_alignment_does_not_change_with_the_layer(met: set[tuple[str, str]]) -> None:
-    """Two variants of the LoRA kernels for each module group's sizes: with a gate and without."""
+    """Two variants of the LoRA kernels for the sizes of each group shape: with a gate and without."""
     with parts_of("head norms", 32) as parts:
         parts.warm_up(lambda: None)
+        shapes = len(parts.plan.group_shapes)
     for name in ("shrink_kernel", "expand_kernel"):
-        assert len({key for kernel, key in met if kernel == name}) <= 2 * len(GROUPS)
+        assert len({key for kernel, key in met if kernel == name}) <= 2 * shapes
 
 
 @pytest.mark.usefixtures("met")
@@ -186,16 +188,16 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", Dtype)
 def test_a_first_merge_meets_no_operation_that_the_warm_up_has_not(dtype: Dtype) -> None:
     sizes = {"vocab_size": 100, "hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 2}
-    spec = parse_spec({"num_key_value_heads": 1, "num_hidden_layers": 3, **sizes, **MODELS["head norms"]})
-    base = load(spec, torch.bfloat16, CONTEXT, CPU, dummy(0, CPU))
-    merged = MergedDeviceWeights(spec, base, 64)
+    plan = plan_of({"num_key_value_heads": 1, "num_hidden_layers": 3, **sizes, **MODELS["head norms"]})
+    base = load(plan, torch.bfloat16, CONTEXT, CPU, dummy(0, CPU))
+    merged = MergedDeviceWeights(plan, base, 64)
     driver = NullDriver()
     with Operations() as before:
         merged.warm_up(torch.full((1 << 18,), 0xFF, dtype=torch.uint8), driver, Stream(1))
     for layer, warmed in zip(base.layers, merged.weights.layers, strict=True):
         for linear, other in zip(layer.linears, warmed.linears, strict=True):
             assert torch.equal(linear.weight, other.weight)
-    adapter = adapter_spec(spec, dtype, 16, spec.layers, SITES[2:])
+    adapter = adapter_spec(plan, dtype, 16, len(plan.layers), plan.targets[2:])
     image = torch.zeros(adapter.num_bytes, dtype=torch.uint8)
     with Operations() as serving:
         merged.merge(adapter, image, driver, Stream(1))
@@ -235,29 +237,29 @@ class OneTarget:
         return 0
 
 
-def compile_silu(width: int) -> None:
+def compile_cap(width: int) -> None:
     """Compiles a kernel as a launch does, unless it has met these arguments."""
-    rows = [torch.empty(2, columns, dtype=torch.bfloat16) for columns in (2 * width, width)]
-    layers.silu_mul_kernel.warmup(*rows, 2 * width, width, width, BLOCK=1024, grid=(2,))
+    logits = torch.empty(2, width, dtype=torch.bfloat16)
+    elementwise.cap_kernel.warmup(logits, width, width, 1.0, 0.0, HAS_CAP=False, BLOCK=1024, grid=(2,))
 
 
 def test_a_kernel_compiled_while_serving_is_counted_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(triton_driver, "_active", OneTarget())
-    caches = defaultdict(layers.silu_mul_kernel.create_binder)  # of this target, and empty
-    monkeypatch.setattr(layers.silu_mul_kernel, "device_caches", caches)
+    caches = defaultdict(elementwise.cap_kernel.create_binder)  # of this target, and empty
+    monkeypatch.setattr(elementwise.cap_kernel, "device_caches", caches)
     late = LateKernels()
-    compile_silu(64)
+    compile_cap(64)
     late.watch()
-    compile_silu(64)
+    compile_cap(64)
     assert (late.count, caplog.text) == (0, "")
-    compile_silu(24)  # no multiple of 16
+    compile_cap(24)  # no multiple of 16
     assert late.count == 1
     (record,) = caplog.records
     assert record.levelname == "ERROR"
-    assert "silu_mul_kernel" in record.getMessage()
+    assert "cap_kernel" in record.getMessage()
     late.stop()
-    compile_silu(25)
+    compile_cap(1)
     assert late.count == 1
     assert knobs.runtime.jit_post_compile_hook is None

@@ -42,15 +42,16 @@ def test_every_weight_dtype_works_with_every_activation_dtype(activation: Dtype,
 @settings(max_examples=100)
 @given(st.data())
 def test_random_batches(data: st.DataObject) -> None:
-    """Odd sizes, ranks that differ by module, mixed dtypes, rows in any order."""
+    """Odd sizes, ranks that differ by module, mixed dtypes, rows in any order, outputs with gaps or without."""
     rank = st.one_of(st.just(0), st.integers(1, 40), st.sampled_from([64, 100, 128, 256]))
-    outputs = tuple(data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=3)))
+    outputs = tuple(data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=6)))
     slots = data.draw(st.integers(1, 4))
     ranks = [[0, *data.draw(st.lists(rank, min_size=slots, max_size=slots))] for _ in outputs]
     dtypes = data.draw(st.lists(st.sampled_from(Dtype), min_size=slots + 1, max_size=slots + 1))
     row_slots = data.draw(st.lists(st.integers(0, slots), min_size=1, max_size=6))
     activation = data.draw(st.sampled_from(Dtype))
-    case = LoraCase(data.draw(st.integers(1, 300)), outputs, ranks, dtypes, activation)
+    step = data.draw(st.sampled_from([1, 2, 4]))
+    case = LoraCase(data.draw(st.integers(1, 300)), outputs, ranks, dtypes, activation, step=step)
     check(case, row_slots, grid=data.draw(st.integers(1, 9)), seed=data.draw(st.integers(0, 99)))
 
 

@@ -26,7 +26,7 @@ from caraserve.gpu.kernels.sampling import MaskedRows, Outputs, SamplerState, sa
 from caraserve.gpu.memory.pass_shape import Capacity
 from caraserve.gpu.memory.results import Results, result_bytes
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 from tests.gpu.emulator import run
 
 VOCAB = 700  # several tiles, and not a multiple of one
@@ -392,7 +392,7 @@ def test_the_best_tokens_and_the_rank_are_those_of_a_stable_sort(kind: str, want
 
 def test_results_are_written_as_they_are_copied_to_the_host() -> None:
     """Place after place, so that a copy of fewer alternatives is a beginning of the results."""
-    batch = make_batch(load_spec(demo.model_folder()), Capacity(8, 4, 16, 8, 1), 8, torch.device("cpu"))
+    batch = make_batch(load_plan(demo.model_folder()), Capacity(8, 4, 16, 8, 1), 8, torch.device("cpu"))
     logits, outputs = random_logits(3), outputs_between(batch.outputs, 2, 5)
     for part, values in zip(
         (outputs.token, outputs.wanted, outputs.chosen), ([0, 1, 2], [40, 0, 100], [9, 8, 7]), strict=True

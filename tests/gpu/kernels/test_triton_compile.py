@@ -5,7 +5,7 @@ and sm_89, 163 on sm_80 and 227 on sm_90 and sm_100. test_triton_releases.py run
 """
 
 import re
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,12 +16,15 @@ from caraserve.gpu.attention.base import LayerAttention
 from caraserve.gpu.attention.triton import ATTENTION
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.forward.decoder import issue_pass
-from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
+from caraserve.gpu.kernels.elementwise import activate, cap_logits, embed, multiply_by_gate
+from caraserve.gpu.kernels.heads import Heads, RopeTables, rotate_and_append
 from caraserve.gpu.kernels.lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
+from caraserve.gpu.kernels.norms import NormWeights, add_and_norm
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from caraserve.gpu.linear.quantized_kernels import multiply, round_rows, scale_rows
-from caraserve.gpu.memory.pass_shape import PassShape
+from caraserve.gpu.memory.pass_shape import PassShape, all_groups
 from caraserve.model.dtype import Code
+from caraserve.model.plan import Activation
 from tests.gpu.kernels.triton_launches import Launch, decoder_of, recording, usage
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
@@ -60,13 +63,13 @@ def make_cache(dtype: torch.dtype, dim: int, kv_heads: int = KV_HEADS) -> PagedC
     return PagedCache(memory[:, 1, 0], memory[:, 1, 1], empty(SLOTS, 128))
 
 
-def launch_attention(dtype: torch.dtype, dim: int, kv_heads: int = KV_HEADS, cap: float | None = None) -> None:
+def launch_attention(dtype: torch.dtype, dim: int, kv_heads: int = KV_HEADS, **how: Any) -> None:
     q, out = empty(TOKENS, (HEADS + 2 * kv_heads) * dim, dtype=dtype), empty(TOKENS, HEADS * dim, dtype=dtype)
     tokens, cache = TokenTables(empty(TOKENS), empty(TOKENS)), make_cache(dtype, dim, kv_heads)
     scratch = ATTENTION.decode.scratch(TOKENS, HEADS, dim, 2048, torch.device("cpu"))
     given = q[:, : HEADS * dim], cache, tokens
-    ATTENTION.decode.attend(*given, empty(TOKENS), out, scratch, LayerAttention(dim**-0.5, cap))
-    ATTENTION.prefill.attend(*given, empty(8), empty(8), out, LayerAttention(dim**-0.5, cap, window=4096))
+    ATTENTION.decode.attend(*given, empty(TOKENS), out, scratch, LayerAttention(dim**-0.5, **how))
+    ATTENTION.prefill.attend(*given, empty(8), empty(8), out, LayerAttention(dim**-0.5, window=4096, **how))
 
 
 def check_attention_tiles(compiled: Any, launch: Launch) -> None:
@@ -83,15 +86,44 @@ def check_attention_tiles(compiled: Any, launch: Launch) -> None:
     assert not re.search(mask, after)
 
 
+def floats(*shape: int) -> Tensor:
+    return empty(*shape, dtype=torch.float32)
+
+
 def launch_layers(dtype: torch.dtype) -> None:
-    hidden, weight = empty(TOKENS, HIDDEN, dtype=dtype), empty(HIDDEN, dtype=dtype)
-    embed(empty(SLOTS, 2049), empty(8, HIDDEN, dtype=dtype), TokenTables(empty(TOKENS), empty(TOKENS)), hidden)
-    rms_norm(hidden, weight, hidden, 1e-5)
-    rms_norm(hidden, weight, hidden, 1e-5, delta=hidden, rows=empty(TOKENS))
-    tables = [empty(2048, 64, dtype=torch.float32) for _ in range(2)]
-    qkv, tokens = empty(TOKENS, (HEADS + 2 * KV_HEADS) * 128, dtype=dtype), TokenTables(empty(TOKENS), empty(TOKENS))
-    rotate_and_append(qkv, *tables, tokens, make_cache(dtype, 128), (weight[:128], weight[128:256]), 1e-5)
-    silu_mul(empty(TOKENS, 2 * INNER, dtype=dtype), empty(TOKENS, INNER, dtype=dtype))
+    """Launches what today's models need."""
+    hidden, norm, gate_up = empty(TOKENS, HIDDEN, dtype=dtype), NormWeights(floats(HIDDEN), None, 1e-5), 2 * INNER
+    tokens = TokenTables(empty(TOKENS), empty(TOKENS))
+    embed(empty(SLOTS, 2049), empty(8, HIDDEN, dtype=dtype), tokens, hidden)
+    add_and_norm(hidden, None, hidden, norm)
+    add_and_norm(hidden, hidden, hidden, norm, rows=empty(TOKENS))
+    launch_heads(dtype, 128, NormWeights(floats(128), None, 1e-5, scope="head"), RopeTables(*[floats(2048, 64)] * 2))
+    activate(*empty(TOKENS, gate_up, dtype=dtype).chunk(2, 1), empty(TOKENS, INNER, dtype=dtype), "silu")
+
+
+def launch_heads(dtype: torch.dtype, dim: int, norm: NormWeights, rope: RopeTables, **fields: Any) -> None:
+    columns = 0, HEADS * dim, (HEADS + KV_HEADS) * dim
+    heads = Heads(HEADS, KV_HEADS, dim, *columns, rope, norm, norm, **fields)
+    projected, tokens = empty(TOKENS, columns[2] + KV_HEADS * dim, dtype=dtype), TokenTables(empty(64), empty(64))
+    rotate_and_append(projected, tokens, make_cache(dtype, dim), heads)
+
+
+def launch_every_form(dtype: torch.dtype) -> None:
+    """Launches what no model of today needs, as much of it together as there may be."""
+    hidden, norm = empty(TOKENS, HIDDEN, dtype=dtype), NormWeights(floats(HIDDEN), floats(HIDDEN), 1e-5, True)
+    tokens = TokenTables(empty(TOKENS), empty(TOKENS))
+    embed(empty(SLOTS, 2049), empty(8, HIDDEN, dtype=dtype), tokens, hidden, 3.5, floats(2048, HIDDEN))
+    add_and_norm(hidden, hidden, hidden, norm, norm, 0.5, 2.0)
+    each = NormWeights(floats(HEADS, 256), floats(HEADS, 256), 1e-5, True, "heads")
+    of_v = NormWeights(floats(256), None, 1e-5, scope="head")
+    for after, pairs in ((False, 128), (True, 96)):
+        rope = RopeTables(floats(2048, pairs), floats(2048, pairs), floats(2048))
+        launch_heads(dtype, 256, each, rope, v_norm=of_v, norm_after_rope=after)
+    gate, up = empty(TOKENS, 2 * INNER, dtype=dtype).chunk(2, 1)
+    for kind in get_args(Activation):
+        activate(gate, up, up, kind)
+    multiply_by_gate(up, gate)
+    cap_logits(empty(TOKENS, VOCAB, dtype=dtype), 0.5, 30.0)
 
 
 def launch_product(rows: int, code: Code, capability: int, *, rounded: bool) -> None:
@@ -163,6 +195,18 @@ def test_capped_scores_fit_and_do_not_spill(launches: list[Launch], capability: 
     check(launches, capability)
 
 
+@pytest.mark.parametrize(("capability", "dim"), [(86, 128), (90, 64), (100, 128)])
+def test_sinks_and_slopes_fit_and_do_not_spill(launches: list[Launch], capability: int, dim: int) -> None:
+    launch_attention(torch.bfloat16, dim, sinks=floats(HEADS), slopes=floats(HEADS))
+    check(launches, capability)
+
+
+@pytest.mark.parametrize("capability", [86, 100])
+def test_all_that_a_layer_may_compute_fits_and_does_not_spill(launches: list[Launch], capability: int) -> None:
+    launch_every_form(torch.bfloat16)
+    check(launches, capability)
+
+
 def test_fp32_and_high_ranks_fit_the_smallest_shared_memory(launches: list[Launch]) -> None:
     launch_attention(torch.float32, 128)
     launch_lora(torch.float32, 512, gated=False)
@@ -213,7 +257,8 @@ def test_a_decoders_own_launches_fit_the_smallest_shared_memory(launches: list[L
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": 128}
     sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER}
     decoder = decoder_of({"model_type": "qwen3", **heads, **sizes}, torch.bfloat16)
-    issue_pass(decoder.make_pass(PassShape(TOKENS, 7, 3, 9, 4, True, 2048)), Stream(0), decoder.spec.layers)
+    shape = PassShape(TOKENS, 7, 3, 9, 4, True, 2048, all_groups(decoder.plan))
+    issue_pass(decoder.make_pass(shape), Stream(0), len(decoder.plan.layers))
     distinct = {launch.identity: launch for launch in launches}
     assert len({launch.kernel for launch in distinct.values()}) == 10
     check(list(distinct.values()), 86)

@@ -1,5 +1,8 @@
 """Compares paged attention with a plain softmax; run by test_triton_cases.py in Triton's interpreter, or on a GPU."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from caraserve.gpu.attention.base import NO_WINDOW, LayerAttention
 from caraserve.gpu.attention.triton import ATTENTION, SPLIT_TOKENS, decode_programs
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from tests.gpu.honest_dots import honest_dots
+from tests.gpu_device.plain_layers import attend
 
 pytestmark = pytest.mark.usefixtures(honest_dots.__name__)
 
@@ -33,17 +37,13 @@ def how(cache: PagedCache, window: int) -> LayerAttention:
     return LayerAttention(cache.keys.shape[3] ** -0.5, window=window)
 
 
-def plain(query: Tensor, cache: PagedCache, slot: int, position: int, layer: LayerAttention) -> Tensor:
-    """Returns the attention of one token, [heads, dim]."""
-    kv_heads, dim = cache.keys.shape[2:]
-    seen = torch.arange(max(0, position - layer.window + 1), position + 1)
-    block = cache.block_table[slot].cpu()[seen // BLOCK].long()
-    keys, values = (part.cpu()[block, seen % BLOCK].double() for part in (cache.keys, cache.values))  # [seen, kv, dim]
-    queries = query.double().view(kv_heads, -1, dim)
-    scores = torch.einsum("kgd,skd->kgs", queries, keys) * layer.scale
-    if layer.cap is not None:
-        scores = layer.cap * torch.tanh(scores / layer.cap)
-    return torch.einsum("kgs,skd->kgd", torch.softmax(scores, -1), values).reshape(-1, dim)
+def plain(q: Tensor, cache: PagedCache, tokens: TokenTables, rows: Iterable[int], layer: LayerAttention) -> Tensor:
+    """Returns the attention of some tokens, each by itself, and 7 in all other rows."""
+    wide = PagedCache(cache.keys.double(), cache.values.double(), cache.block_table)
+    out = torch.full(q.shape, 7.0, dtype=torch.float64, device=DEVICE)
+    for row in rows:
+        attend(q.double(), wide, tokens, row, 1, out, layer)
+    return out.cpu()
 
 
 def tables(slots: list[int], positions: list[int]) -> TokenTables:
@@ -99,10 +99,7 @@ def test_decode_is_a_softmax_over_the_context(
     q, tokens = queries(4, heads, dim, dtype), tables(slots, positions)
     layer = how(cache, window)
     out = decode(q, cache, tokens, [3, 0, -1, 2], layer, 2 * SPLIT_TOKENS + 60)
-    for token in (0, 2, 3):
-        wanted = plain(q[token].cpu(), cache, slots[token], positions[token], layer)
-        torch.testing.assert_close(out[token].double().view(heads, dim), wanted, atol=tolerance, rtol=tolerance)
-    assert torch.all(out[1] == 7.0)
+    torch.testing.assert_close(out.double(), plain(q, cache, tokens, (0, 2, 3), layer), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +122,11 @@ def test_prefill_is_causal_attention_over_cached_and_own_tokens(
     q, tokens = queries(len(slots), heads, dim, dtype), tables(slots, positions)
     layer = how(cache, window)
     out = prefill(q, cache, tokens, [(37, 21), (0, 37), (58, 1)], layer)
-    for token in range(0, len(slots), 3):
-        wanted = plain(q[token].cpu(), cache, slots[token], positions[token], layer)
-        torch.testing.assert_close(out[token].double().view(heads, dim), wanted, atol=tolerance, rtol=tolerance)
+    wanted = plain(q, cache, tokens, range(0, len(slots), 3), layer)
+    torch.testing.assert_close(out[::3].double(), wanted[::3], atol=tolerance, rtol=tolerance)
+
+
+SINKS, SLOPES = (torch.tensor(values, device=DEVICE) for values in ([-2.0, 0.0, 3.0, 30.0], [0.5, 0.25, 0.03, 0.004]))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # where tanh is 1
@@ -138,9 +137,16 @@ def test_prefill_is_causal_attention_over_cached_and_own_tokens(
         (LayerAttention(0.5, cap=3.0), torch.float32, 1e-5),
         (LayerAttention(0.125, cap=50.0, window=100), torch.float32, 1e-5),
         (LayerAttention(4.0, cap=1.5, window=20), torch.bfloat16, 2e-2),  # every score is near the cap
+        (LayerAttention(0.5, sinks=SINKS), torch.float32, 2e-6),
+        (LayerAttention(0.5, slopes=SLOPES), torch.float32, 4e-6),
+        (LayerAttention(0.5, cap=3.0, slopes=SLOPES), torch.float32, 1e-5),
+        (LayerAttention(0.25, window=100, sinks=SINKS, slopes=SLOPES), torch.float16, 4e-3),
+        (LayerAttention(0.25, cap=5.0, window=300, sinks=SINKS, slopes=SLOPES), torch.bfloat16, 2e-2),
     ],
 )
-def test_scores_are_scaled_and_then_capped(layer: LayerAttention, dtype: torch.dtype, tolerance: float) -> None:
+def test_scores_are_scaled_sloped_and_then_capped_and_sinks_take_weight(
+    layer: LayerAttention, dtype: torch.dtype, tolerance: float
+) -> None:
     """Before the window's mask, also in the first of several splits."""
     heads, kv_heads, dim, most = 4, 2, 64, SPLIT_TOKENS + 60
     cache, q = make_cache(2, most, kv_heads, dim, dtype), queries(3, heads, dim, dtype)
@@ -148,10 +154,9 @@ def test_scores_are_scaled_and_then_capped(layer: LayerAttention, dtype: torch.d
     tokens = tables(slots, positions)
     decoded = decode(q, cache, tokens, [0, 1, 2], layer, most)
     prefilled = prefill(q, cache, tokens, [(0, 1), (1, 2)], layer)
-    for token in range(3):
-        wanted = plain(q[token].cpu(), cache, slots[token], positions[token], layer)
-        for out in (decoded, prefilled):
-            torch.testing.assert_close(out[token].double().view(heads, dim), wanted, atol=tolerance, rtol=tolerance)
+    wanted = plain(q, cache, tokens, range(3), layer)
+    for out in (decoded, prefilled):
+        torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
 
 
 def test_tokens_past_the_context_are_not_read() -> None:
@@ -177,11 +182,10 @@ def test_a_context_of_many_splits_is_merged_in_steps(monkeypatch: pytest.MonkeyP
     cache, q = make_cache(3, most, 1, dim, torch.float32), queries(3, heads, dim, torch.float32)
     slots, positions = [0, 1, 2], [most - 1, 16 * 32 - 1, 16 * 32]  # the last split is alone, or the step's last
     layer = how(cache, window)
-    out = decode(q, cache, tables(slots, positions), [0, 1, 2], layer, most)
-    for token in range(3):
-        wanted = plain(q[token].cpu(), cache, slots[token], positions[token], layer)
-        torch.testing.assert_close(out[token].double().view(heads, dim), wanted, atol=2e-6, rtol=2e-6)
-    alone = decode(q, cache, tables(slots, positions), [2], layer, positions[2] + 1)
+    tokens = tables(slots, positions)
+    out = decode(q, cache, tokens, [0, 1, 2], layer, most)
+    torch.testing.assert_close(out.double(), plain(q, cache, tokens, range(3), layer), atol=2e-6, rtol=2e-6)
+    alone = decode(q, cache, tokens, [2], layer, positions[2] + 1)
     assert torch.equal(alone[2], out[2])
 
 
@@ -195,7 +199,7 @@ def test_keys_and_values_have_the_same_strides() -> None:
     ("heads", "kv_heads", "dim", "window", "dtype", "capability"),
     [
         (2, 1, 64, NO_WINDOW, torch.float32, 90),
-        (2, 1, 64, 70, torch.float32, 90),
+        (2, 1, 64, 70, torch.float32, 90),  # with sinks and slopes
         (1, 1, 64, NO_WINDOW, torch.bfloat16, 90),
         (4, 1, 128, 150, torch.bfloat16, 86),
         (2, 1, 256, NO_WINDOW, torch.bfloat16, 90),
@@ -216,6 +220,8 @@ def test_a_querys_bits_do_not_depend_on_its_chunk(
     cache, q = make_cache(2, start + count, kv_heads, dim, dtype), queries(count, heads, dim, dtype)
     tokens = tables([1] * count, list(range(start, start + count)))
     layer = how(cache, window)
+    if window == 70:
+        layer = replace(layer, sinks=SINKS, slopes=SLOPES)
     whole = prefill(q, cache, tokens, [(0, count)], layer)
     for ends in [(11, 101, 150), (1, 2, 130)]:
         starts = [0, *ends]

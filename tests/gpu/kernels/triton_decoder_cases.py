@@ -79,7 +79,7 @@ def mixed_batch(rng: random.Random, longest: int = 12) -> list[Request]:
 
 
 def test_a_mixed_batch_is_answered_like_peft(any_family: Subject, rng: random.Random) -> None:
-    has_window = any_family.device.spec.windows[0] is not None
+    has_window = next(any_family.device.spec.attentions).window is not None
     requests = mixed_batch(rng, SLIDING_WINDOW + 9 if has_window else 12)
     if INTERPRETED:  # all adapters are in the batch of the test that follows
         requests = requests[:3]
@@ -104,10 +104,8 @@ def test_padding_of_a_batch_is_skipped(llama: Subject, rng: random.Random) -> No
 
     def larger(shape: PassShape) -> PassShape:
         capacity = llama.device.host.capacity
-        rows = capacity.rows
-        return PassShape(
-            shape.tokens + 3, rows, shape.tiles + 2, shape.outputs + 3, shape.segments + 2, True, MAX_CONTEXT
-        )
+        tokens, rows, outputs = shape.tokens + 3, capacity.rows, shape.outputs + 3
+        return PassShape(tokens, rows, shape.tiles + 2, outputs, shape.segments + 2, True, MAX_CONTEXT, shape.groups)
 
     llama.device.forget()
     requests = mixed_batch(rng)

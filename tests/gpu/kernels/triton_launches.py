@@ -19,7 +19,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from caraserve.core.lora_layout import QKV
 from caraserve.gpu import weights
 from caraserve.gpu.attention import triton as triton_attention
 from caraserve.gpu.attention.triton import ATTENTION
@@ -31,7 +30,7 @@ from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape
 from caraserve.gpu.memory.request_state import make_state
 from caraserve.gpu.memory.workspace import make_workspace
-from caraserve.model.spec import parse_spec
+from caraserve.model.families import plan_of
 from scripts.laboratory.gpu.null_device import null_device
 
 TOKENS, SLOTS = 64, 48
@@ -113,25 +112,27 @@ def launches_of(config: Mapping[str, Any], dtype: torch.dtype, capability: int) 
         for module in (triton_attention, quantized):
             patch.setattr(module, "compute_capability", lambda device: capability)
         recorded = recording(patch)
-        decoder, base = decoder_of(config, dtype), PassShape(TOKENS, 7, 3, 9, 0, False, 2048)
-        issue_pass(decoder.make_pass(base), Stream(0), decoder.spec.layers)
+        decoder, base = decoder_of(config, dtype), PassShape(TOKENS, 7, 3, 9, 0, False, 2048, frozenset({0}))
+        issue_pass(decoder.make_pass(base), Stream(0), len(decoder.plan.layers))
         gate = torch.empty(1, dtype=torch.int32, device="meta")
-        decoder.lora.pass_over(replace(base, segments=4)).add(0, QKV, Stream(0), gate)
+        decoder.lora.pass_over(replace(base, segments=4)).add(0, 0, Stream(0), gate)
     return list({launch.identity: launch for launch in recorded}.values())
 
 
 def decoder_of(config: Mapping[str, Any], dtype: torch.dtype) -> Decoder:
     """Returns a decoder of two layers over tensors without memory."""
     nowhere = torch.device("meta")
-    spec = parse_spec({**config, "num_hidden_layers": 2})
-    loaded = weights.load(spec, dtype, 2048, nowhere, lambda name, target: None)
-    state = make_state(spec, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=nowhere), SLOTS, 2048)
-    capacity = Capacity(TOKENS, SLOTS, TOKENS, ATTENTION.prefill.tile_tokens(dtype, spec.head_dim), SLOTS)
-    parts = make_batch(spec, capacity, 64, nowhere), AdapterTables(spec, SLOTS, nowhere)
+    plan = plan_of({**config, "num_hidden_layers": 2})
+    loaded = weights.load(plan, dtype, 2048, nowhere, lambda name, target: None)
+    state = make_state(plan, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=nowhere), SLOTS, 2048)
+    capacity = Capacity(
+        TOKENS, SLOTS, TOKENS, ATTENTION.prefill.tile_tokens(dtype, next(plan.attentions).head_dim), SLOTS
+    )
+    parts = make_batch(plan, capacity, 64, nowhere), AdapterTables(plan, SLOTS, nowhere)
     rounds = loaded.rounds_inputs
-    workspace = make_workspace(spec, dtype, capacity, 64, 2048, nowhere, ATTENTION.decode, rounds_inputs=rounds)
+    workspace = make_workspace(plan, dtype, capacity, 64, 2048, nowhere, ATTENTION.decode, rounds_inputs=rounds)
     device = null_device()
-    return Decoder(spec, loaded, state, *parts, workspace, device, ATTENTION)
+    return Decoder(plan, loaded, state, *parts, workspace, device, ATTENTION)
 
 
 def usage(compiled: Any) -> dict[str, int]:

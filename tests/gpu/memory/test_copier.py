@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, lay_out
+from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec
 from caraserve.errors import AdapterRejected
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at
 from caraserve.gpu.memory.copier import AdapterCopier, CopyRequest
 from caraserve.gpu.memory.link_queue import LayerGroup, LinkQueue, layer_groups
 from caraserve.gpu.memory.padding import copies, padded
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, parse_spec
 from caraserve.util.units import align_up
 from tests.gpu.host_driver import HostDriver, Operation, word
 from tests.gpu.lora_case import address
+from tests.gpu.small_model import mixed_plan
 
 SPAN = 8  # bytes; at most two spans are issued ahead
 LINK = 1000.0  # bytes/s
@@ -189,32 +189,19 @@ def test_bytes_still_being_read_delay_only_their_own_load() -> None:
 
 # --- the padded baseline ---
 
-MODEL = parse_spec(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 32,
-        "hidden_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 48,
-        "intermediate_size": 70,
-        "max_position_embeddings": 64,
-    }
-)
+PLAN = mixed_plan()
 
 
 def adapter(rank: int) -> AdapterSpec:
-    modules = {(0, "q_proj"): (rank, 2.0), (0, "k_proj"): (max(1, rank - 9), 2.0), (1, "down_proj"): (rank, 1.0)}
-    spans, layer_ends = lay_out(MODEL, Dtype.F16, modules)
-    targets = ("q_proj", "k_proj", "down_proj")
-    return AdapterSpec("d" * 64, Dtype.F16, rank, targets, layer_ends, spans)
+    """Returns an adapter of some modules, of which some are fused: their parts share A."""
+    modules = {(0, 0): (rank, 2.0), (0, 1): (rank, 2.0), (0, 3): (max(1, rank - 9), 2.0), (1, 0): (rank, 1.0)}
+    return AdapterSpec.of(PLAN, Dtype.F16, modules)
 
 
 @pytest.mark.parametrize("rank", [1, 8, 20, 32])
 def test_a_padded_adapter_has_all_rows_with_zeros_past_its_rank(rank: int) -> None:
     spec = adapter(rank)
-    wide = padded(spec, MODEL, 32)
+    wide = padded(spec, PLAN, 32)
     image = np.random.default_rng(rank).integers(1, 255, spec.num_bytes).astype(np.uint8)
     memory = np.full(wide.num_bytes, 0xEE, np.uint8)  # bytes of the previous owner
     driver, arrivals = HostDriver(rank), np.zeros(1, np.uint32)
@@ -227,15 +214,15 @@ def test_a_padded_adapter_has_all_rows_with_zeros_past_its_rank(rank: int) -> No
             num_bytes=wide.num_bytes,
             groups=layer_groups(spec.layer_ends, (1,)),
             after=NOTHING,
-            rows=lambda group: copies(spec, wide, MODEL, range(group.first_layer, group.end_layer)),
+            rows=lambda group: copies(spec, wide, PLAN, range(group.first_layer, group.end_layer)),
         ),
         lambda: None,
     )
     copier.poll()
     driver.run_all()
     for narrow, span in zip(spec.spans, wide.spans, strict=True):
-        inputs, outputs = MODEL.site_shape(SITES[span.site])
-        columns, panels = align_up(inputs, A_COLUMNS), align_up(outputs, PANEL) // PANEL
+        site = PLAN.layers[span.layer].sites[span.site]
+        columns, panels = align_up(site.inputs, A_COLUMNS), align_up(site.outputs, PANEL) // PANEL
         assert (span.rank, span.scale) == (32, narrow.scale)
         for offset, offset_before, shape in (
             (span.a_offset, narrow.a_offset, (1, -1, columns)),
@@ -250,6 +237,6 @@ def test_a_padded_adapter_has_all_rows_with_zeros_past_its_rank(rank: int) -> No
 
 
 def test_padded_adapters_of_all_ranks_take_equal_bytes_and_larger_ranks_are_rejected() -> None:
-    assert len({padded(adapter(rank), MODEL, 32).num_bytes for rank in (1, 8, 32)}) == 1
+    assert len({padded(adapter(rank), PLAN, 32).num_bytes for rank in (1, 8, 32)}) == 1
     with pytest.raises(AdapterRejected, match="exceeds the 32 rows"):
-        padded(adapter(33), MODEL, 32)
+        padded(adapter(33), PLAN, 32)

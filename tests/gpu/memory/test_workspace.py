@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from caraserve.core.lora_layout import GROUPS
 from caraserve.gpu.attention.triton import ATTENTION, SPLIT_TOKENS, SplitScratch
 from caraserve.gpu.memory import workspace
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape
@@ -11,7 +10,8 @@ from caraserve.gpu.memory.workspace import Workspace, make_workspace
 from tests.gpu.small_model import SPEC
 
 ROWS, MOST_CONTEXT = 40, 8 * SPLIT_TOKENS
-ONE_SPLIT_BYTES = 4 * SPEC.heads * (SPEC.head_dim + 2)
+HEADS = next((one.heads, one.head_dim) for one in SPEC.attentions)
+ONE_SPLIT_BYTES = 4 * HEADS[0] * (HEADS[1] + 2)
 
 
 def made() -> Workspace:
@@ -20,12 +20,13 @@ def made() -> Workspace:
 
 
 def parts(space: Workspace, rows: int, context: int) -> list[tuple[int, int]]:
-    found = space.decode_parts(PassShape(rows, rows, 0, rows, 0, False, context))
+    found = space.decode_parts(PassShape(rows, rows, 0, rows, 0, False, context, frozenset()), HEADS)
     for part, scratch in found:
         assert isinstance(scratch, SplitScratch)
-        assert isinstance(space.scratch, SplitScratch)
-        assert scratch.best.shape == (part.stop - part.start, SPEC.heads, -(-context // SPLIT_TOKENS))
-        assert scratch.sums.data_ptr() == space.scratch.sums.data_ptr()
+        whole = space.scratch[HEADS]
+        assert isinstance(whole, SplitScratch)
+        assert scratch.best.shape == (part.stop - part.start, HEADS[0], -(-context // SPLIT_TOKENS))
+        assert scratch.sums.data_ptr() == whole.sums.data_ptr()
     return [(part.start, part.stop) for part, _ in found]
 
 
@@ -37,7 +38,7 @@ def test_all_rows_decode_at_once_if_the_scratch_fits() -> None:
 def test_long_contexts_are_computed_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "_SCRATCH_BYTES", 20 * 8 * ONE_SPLIT_BYTES)
     space = made()
-    assert space.scratch.rows_at(MOST_CONTEXT) == 16
+    assert space.scratch[HEADS].rows_at(MOST_CONTEXT) == 16
     assert parts(space, ROWS, MOST_CONTEXT) == [(0, 16), (16, 32), (32, 40)]
     assert parts(space, ROWS, MOST_CONTEXT // 2) == [(0, 32), (32, 40)]
     assert parts(space, ROWS, SPLIT_TOKENS) == [(0, ROWS)]
@@ -55,10 +56,10 @@ def test_a_batch_without_decoding_rows_has_no_decode_parts() -> None:
 def test_a_pass_takes_the_first_rows() -> None:
     space = made()
     first = space.activations.first(5)
-    for group, part in enumerate(space.parts):
-        assert part.shape == (4, 64, len(GROUPS[group]), 16)
-        assert first.inputs[group].shape == (5, SPEC.site_shape(GROUPS[group][0])[0])
-        assert first.outputs[group].shape == (5, sum(SPEC.site_shape(site)[1] for site in GROUPS[group]))
+    for shape, part, inputs, outputs in zip(SPEC.group_shapes, space.parts, first.inputs, first.outputs, strict=True):
+        assert part.shape == (4, 64, len(shape.widths), 16)
+        assert inputs.shape == (5, shape.inputs)
+        assert outputs.shape == (5, sum(shape.widths))
     assert first.hidden.data_ptr() == space.activations.hidden.data_ptr()
 
 

@@ -11,7 +11,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from caraserve.gpu.forward.warm_up import LateKernels
-from caraserve.gpu.kernels.layers import silu_mul
+from caraserve.gpu.kernels.elementwise import cap_logits
 from caraserve.model.dtype import Dtype
 from scripts.laboratory.gpu.compile_ahead import compiled, warm_up_all
 from scripts.laboratory.gpu.setup import TINY, CheckEffort
@@ -34,12 +34,12 @@ def for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 
 def launch(columns: int) -> None:
     """Launches a kernel that is compiled again if `columns` is no multiple of 16."""
-    silu_mul(*(torch.empty(4, width, dtype=torch.bfloat16, device="meta") for width in (2 * columns, columns)))
+    cap_logits(torch.empty(4, columns, dtype=torch.bfloat16, device="meta"), 1.0, None)
 
 
 def test_what_is_compiled_ahead_is_what_a_launch_looks_for(tmp_path: Path) -> None:
     builds = recorded(lambda: (launch(64), launch(64), launch(96), launch(33)))
-    assert [build.kernel for build in builds] == ["silu_mul_kernel"] * 2  # widths of 16s, and others
+    assert [build.kernel for build in builds] == ["cap_kernel"] * 2  # widths of 16s, and others
     assert not list(tmp_path.iterdir())
     assert compiled(builds[:1], [], CAPABILITY, processes=1) == {}
     ahead = set(tmp_path.rglob("*"))
@@ -62,6 +62,6 @@ def test_the_warm_up_of_a_backend_on_no_device_shows_every_kernel() -> None:
     setup: Any = SimpleNamespace(effort=CheckEffort(compiled=((TINY, Dtype.F32),)), cores=lambda most: (0,))
     builds = recorded(lambda: warm_up_all(setup))
     assert {build.kernel for build in builds} >= {
-        *("embed_kernel", "norm_kernel", "rotate_kernel", "silu_mul_kernel"),
+        *("embed_kernel", "norm_kernel", "rotate_kernel", "activate_kernel"),
         *("decode_kernel", "merge_kernel", "prefill_kernel", "shrink_kernel", "expand_kernel"),
     }

@@ -1,0 +1,266 @@
+"""Queries, keys and values between their projection and attention: norms of heads, rotation, and the append to the KV
+cache. Arithmetic is fp32 for all tensor dtypes, and each result is rounded once."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from caraserve.gpu.kernels.norms import ADDS_BIAS, BY_HEAD, SUBTRACTS_MEAN, NormWeights, norm_form, norm_rows
+from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
+from caraserve.util.units import ceil_div
+
+_HEADS = 4  # in a program
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTables:
+    """Rotation of pairs (i, i + pairs) of a head's first dimensions."""
+
+    cos: Tensor  # float32 [positions, pairs]
+    sin: Tensor  # float32 [positions, pairs]
+    growth: Tensor | None = None  # float32 [positions], which multiplies rotated queries
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of an attention in a row of projections, and what is done to them."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q: int  # first columns
+    k: int
+    v: int  # k's if values are keys before their norm and rotation
+    rope: RopeTables | None = None
+    q_norm: NormWeights | None = None
+    k_norm: NormWeights | None = None
+    v_norm: NormWeights | None = None
+    norm_after_rope: bool = False
+
+
+@triton.jit
+def _loaded(at, column, tail, inside, inside_tail, HALF: tl.constexpr, REST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Loads heads in three parts: both halves of the pairs, and what is not rotated, if there is any."""
+    low = tl.load(at + column, mask=inside, other=0.0)
+    high = tl.load(at + column + HALF, mask=inside, other=0.0)
+    rest = low
+    if REST:
+        rest = tl.load(at + 2 * HALF + tail, mask=inside_tail, other=0.0)
+    return low, high, rest
+
+
+@triton.jit
+def _store(  # type: ignore[no-untyped-def]
+    at, low, high, rest, column, tail, inside, inside_tail, HALF: tl.constexpr, REST: tl.constexpr
+):  # fmt: skip
+    kind: tl.constexpr = at.dtype.element_ty
+    tl.store(at + column, low.to(kind), mask=inside)
+    tl.store(at + column + HALF, high.to(kind), mask=inside)
+    if REST:
+        tl.store(at + 2 * HALF + tail, rest.to(kind), mask=inside_tail)
+
+
+@triton.jit
+def _vectors(  # type: ignore[no-untyped-def]
+    vectors, head, column, tail, inside, inside_tail, FORM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr
+):  # fmt: skip
+    """Loads a weight or bias in three parts: of each head, or of one for all."""
+    if BY_HEAD & FORM:
+        low, high, rest = _loaded(
+            vectors + head[:, None] * (2 * HALF + REST), column[None, :], tail[None, :], inside, inside_tail, HALF, REST
+        )
+    else:
+        low = tl.load(vectors + column, mask=column < HALF, other=0.0)[None, :]
+        high = tl.load(vectors + HALF + column, mask=column < HALF, other=0.0)[None, :]
+        rest = low
+        if REST:
+            rest = tl.load(vectors + 2 * HALF + tail, mask=tail < REST, other=0.0)[None, :]
+    return low.to(tl.float32), high.to(tl.float32), rest.to(tl.float32)
+
+
+@triton.jit
+def _normed(  # type: ignore[no-untyped-def]
+    low, high, rest, weight, bias, eps, head, column, tail, inside, inside_tail,
+    FORM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Norms heads in three parts, [heads, columns] each; gives NaN if a square overflows."""
+    if FORM:
+        if SUBTRACTS_MEAN & FORM:
+            total = tl.sum(low, 1) + tl.sum(high, 1)
+            if REST:
+                total += tl.sum(rest, 1)
+            mean = (total / (2 * HALF + REST))[:, None]
+            low, high = tl.where(inside, low - mean, 0.0), tl.where(inside, high - mean, 0.0)
+            if REST:
+                rest = tl.where(inside_tail, rest - mean, 0.0)
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        if REST:
+            squares += tl.sum(rest * rest, 1)
+        factor = (1.0 / tl.sqrt(squares / (2 * HALF + REST) + eps) + squares * 0.0)[:, None]
+        w_low, w_high, w_rest = _vectors(weight, head, column, tail, inside, inside_tail, FORM, HALF, REST)
+        low, high = w_low * (low * factor), w_high * (high * factor)
+        if REST:
+            rest = w_rest * (rest * factor)
+        if ADDS_BIAS & FORM:
+            b_low, b_high, b_rest = _vectors(bias, head, column, tail, inside, inside_tail, FORM, HALF, REST)
+            low, high = low + b_low, high + b_high
+            if REST:
+                rest = rest + b_rest
+    return low, high, rest
+
+
+@triton.jit
+def rotate_kernel(  # type: ignore[no-untyped-def]
+    projected, cos, sin, growth, token_slot, token_position, block_table, keys, values,
+    q_weight, q_bias, q_eps, k_weight, k_bias, k_eps, v_weight, v_bias, v_eps,
+    stride, table_stride, key_block, key_token, key_head, value_block, value_token, value_head,
+    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr,
+    Q_FORM: tl.constexpr, K_FORM: tl.constexpr, V_FORM: tl.constexpr, NORMS_LAST: tl.constexpr,
+    ROTATES: tl.constexpr, GROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """One program norms and rotates some query heads of one token in place, or norms, rotates and appends some of its
+    key-value heads. Heads are in three parts, so that one thread has both numbers of a pair and none of it twice."""
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q_tiles: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
+    is_query = tile < q_tiles
+    position = tl.load(token_position + token)
+    if position >= 0:
+        head = tl.where(is_query, tile, tile - q_tiles) * HEADS + tl.arange(0, HEADS)
+        count = tl.where(is_query, Q_HEADS, KV_HEADS)
+        column, tail = tl.arange(0, HALF_PAD), tl.arange(0, REST_PAD)
+        inside = (head < count)[:, None] & (column < HALF)[None, :]
+        inside_tail = (head < count)[:, None] & (tail < REST)[None, :]
+        columns, tails = column[None, :], tail[None, :]
+        dim: tl.constexpr = 2 * HALF + REST
+        row = projected + token * stride
+        at = row + tl.where(is_query, Q, K) + head[:, None] * dim
+        low, high, rest = _loaded(at, columns, tails, inside, inside_tail, HALF, REST)
+        low, high, rest = low.to(tl.float32), high.to(tl.float32), rest.to(tl.float32)
+        for late in tl.static_range(2):
+            if (Q_FORM or K_FORM) and late == NORMS_LAST:
+                if is_query:
+                    low, high, rest = _normed(
+                        low, high, rest, q_weight, q_bias, q_eps, head, column, tail, inside, inside_tail,
+                        Q_FORM, HALF, REST,
+                    )  # fmt: skip
+                else:
+                    low, high, rest = _normed(
+                        low, high, rest, k_weight, k_bias, k_eps, head, column, tail, inside, inside_tail,
+                        K_FORM, HALF, REST,
+                    )  # fmt: skip
+            if ROTATES and late == 0:
+                c = tl.load(cos + position.to(tl.int64) * HALF + column, mask=column < HALF, other=0.0)[None, :]
+                s = tl.load(sin + position.to(tl.int64) * HALF + column, mask=column < HALF, other=0.0)[None, :]
+                low, high = low * c - high * s, high * c + low * s
+        if GROWS:
+            factor = tl.load(growth + position, mask=is_query, other=1.0)
+            low, high, rest = low * factor, high * factor, rest * factor
+        kind: tl.constexpr = projected.dtype.element_ty
+        low, high, rest = low.to(kind), high.to(kind), rest.to(kind)
+        if is_query:
+            _store(at, low, high, rest, columns, tails, inside, inside_tail, HALF, REST)
+        else:
+            table = block_table + tl.load(token_slot + token).to(tl.int64) * table_stride
+            block = tl.load(table + position // BLOCK).to(tl.int64)
+            if KEYS == "kept":
+                _store(at, low, high, rest, columns, tails, inside, inside_tail, HALF, REST)
+            if KEYS == "appended":
+                place = keys + block * key_block + position % BLOCK * key_token + head[:, None] * key_head
+                _store(place, low, high, rest, columns, tails, inside, inside_tail, HALF, REST)
+            if VALUES:
+                v_at = row + V + head[:, None] * dim
+                v_low, v_high, v_rest = _loaded(v_at, columns, tails, inside, inside_tail, HALF, REST)
+                if V_FORM:
+                    v_low, v_high, v_rest = _normed(
+                        v_low.to(tl.float32), v_high.to(tl.float32), v_rest.to(tl.float32), v_weight, v_bias, v_eps,
+                        head, column, tail, inside, inside_tail, V_FORM, HALF, REST,
+                    )  # fmt: skip
+                place = values + block * value_block + position % BLOCK * value_token + head[:, None] * value_head
+                _store(place, v_low, v_high, v_rest, columns, tails, inside, inside_tail, HALF, REST)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one launch of `rotate_kernel` does."""
+
+    queries: bool = False
+    keys: Literal["appended", "kept", ""] = ""
+    values: bool = False
+    norms: bool = True
+    rotates: bool = True
+    grows: bool = True
+
+
+def rotate_and_append(projected: Tensor, tokens: TokenTables, cache: PagedCache, heads: Heads) -> None:
+    """Norms and rotates q in place, and norms, rotates and appends k and v to the cache, as `heads` says.
+
+    projected: [tokens, columns], rows at any stride; tokens at position -1 are skipped. One launch, unless norms are
+    over whole rows, which take more and may change the columns of k and v.
+    """
+    given = projected, tokens, cache, heads
+    by_row = {role: norm for role, norm in _norms(heads).items() if norm is not None and norm.scope == "row"}
+    values_are_keys = heads.v == heads.k
+    if "v" in by_row:
+        if values_are_keys:
+            raise ValueError("values that are keys cannot have a norm of rows, which would change the keys")
+        _norm_rows(projected, heads, "v", by_row)
+    values_first = values_are_keys and "k" in by_row
+    if values_first:
+        _launch(*given, _Step(values=True))
+    if not by_row.keys() & {"q", "k"} or not heads.norm_after_rope:
+        _norm_rows(projected, heads, "qk", by_row)
+        _launch(*given, _Step(queries=True, keys="appended", values=not values_first))
+        return
+    grows_later = "q" in by_row and heads.rope is not None and heads.rope.growth is not None
+    keys: Literal["appended", "kept"] = "kept" if "k" in by_row else "appended"
+    _launch(*given, _Step(queries=True, keys=keys, values=not values_first, grows=not grows_later))
+    _norm_rows(projected, heads, "qk", by_row)
+    if grows_later or keys == "kept":
+        appended: Literal["appended", ""] = "appended" if keys == "kept" else ""
+        _launch(*given, _Step(grows_later, appended, norms=False, rotates=False, grows=grows_later))
+
+
+def _norms(heads: Heads) -> dict[str, NormWeights | None]:
+    return {"q": heads.q_norm, "k": heads.k_norm, "v": heads.v_norm}
+
+
+def _norm_rows(projected: Tensor, heads: Heads, roles: str, by_row: dict[str, NormWeights]) -> None:
+    for role in roles:
+        if role in by_row:
+            first = getattr(heads, role)
+            width = (heads.heads if role == "q" else heads.kv_heads) * heads.head_dim
+            norm_rows(projected[:, first : first + width], by_row[role])
+
+
+def _launch(projected: Tensor, tokens: TokenTables, cache: PagedCache, heads: Heads, step: _Step) -> None:
+    rope = heads.rope
+    pairs = 0 if rope is None else rope.cos.shape[1]
+    half = pairs or heads.head_dim // 2
+    rest = heads.head_dim - 2 * half
+    growth = None if rope is None or not step.grows else rope.growth
+    weights, forms = list[Any](), dict[str, int]()
+    for role, norm in _norms(heads).items():
+        norm = None if norm is None or norm.scope == "row" or not step.norms else norm
+        bias = None if norm is None else norm.bias
+        weights += [projected if norm is None else norm.weight, projected if bias is None else bias]
+        weights.append(0.0 if norm is None else norm.eps)
+        forms[f"{role.upper()}_FORM"] = norm_form(norm)
+    if not step.keys:
+        forms["K_FORM"] = 0
+    q_heads = heads.heads if step.queries else 0
+    kv_heads = heads.kv_heads if step.keys or step.values else 0
+    rotate_kernel[(projected.shape[0], ceil_div(q_heads, _HEADS) + ceil_div(kv_heads, _HEADS))](
+        projected, projected if rope is None else rope.cos, projected if rope is None else rope.sin,
+        projected if growth is None else growth,
+        tokens.slot, tokens.position, cache.block_table, cache.keys, cache.values, *weights,
+        projected.stride(0), cache.block_table.stride(0), *cache.keys.stride()[:3], *cache.values.stride()[:3],
+        Q=heads.q, K=heads.k, V=heads.v, Q_HEADS=q_heads, KV_HEADS=kv_heads,
+        HALF=half, HALF_PAD=triton.next_power_of_2(half), REST=rest, REST_PAD=triton.next_power_of_2(max(rest, 1)),
+        **forms, NORMS_LAST=heads.norm_after_rope, ROTATES=step.rotates and pairs > 0, GROWS=growth is not None,
+        KEYS=step.keys, VALUES=step.values, BLOCK=cache.keys.shape[1], HEADS=_HEADS, num_warps=1,
+    )  # fmt: skip

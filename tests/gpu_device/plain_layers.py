@@ -1,0 +1,157 @@
+"""What the kernels between a decoder's products compute, in torch: the functions of `caraserve.gpu.kernels` and
+attention by their definitions, on any device, of any dtype. Tests compare kernels with these in double precision, and
+replace the kernels by them."""
+
+import torch
+from torch import Tensor
+
+from caraserve.gpu.attention.base import LayerAttention
+from caraserve.gpu.forward.batch import NO_TOKEN
+from caraserve.gpu.kernels.heads import Heads, RopeTables
+from caraserve.gpu.kernels.norms import NormWeights
+from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
+from caraserve.model.plan import Activation
+
+
+def embed(
+    history: Tensor,
+    weight: Tensor,
+    tokens: TokenTables,
+    hidden: Tensor,
+    scale: float = 1.0,
+    positions: Tensor | None = None,
+) -> None:
+    for row in range(len(hidden)):
+        slot, position = int(tokens.slot[row]), int(tokens.position[row])
+        if position == NO_TOKEN:
+            hidden[row] = 0.0
+            continue
+        token = int(history[slot, position])
+        vector = weight[token] * scale if token >= 0 else hidden[row]  # a vector is there already
+        hidden[row] = vector if positions is None else vector + positions[position]
+
+
+def add_and_norm(
+    hidden: Tensor,
+    delta: Tensor | None,
+    out: Tensor | None,
+    pre: NormWeights | None,
+    post: NormWeights | None = None,
+    multiplier: float = 1.0,
+    scalar: float = 1.0,
+    rows: Tensor | None = None,
+) -> None:
+    named = list(range(len(hidden))) if rows is None else rows.tolist()
+    at = [row for row in named if row != NO_TOKEN]
+    if delta is not None:
+        hidden[at] = ((hidden[at] + normed(delta[at], post) * multiplier) * scalar).to(hidden.dtype)
+    elif scalar != 1.0:
+        hidden[at] *= scalar
+    if pre is not None and out is not None:
+        out[[index for index, row in enumerate(named) if row != NO_TOKEN]] = normed(hidden[at], pre).to(out.dtype)
+
+
+def norm_rows(x: Tensor, norm: NormWeights) -> None:
+    x.copy_(normed(x, norm))
+
+
+def normed(x: Tensor, norm: NormWeights | None) -> Tensor:
+    """Norms the last axis."""
+    if norm is None:
+        return x
+    x = x - x.mean(-1, keepdim=True) if norm.subtracts_mean else x
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+    return x if norm.bias is None else x + norm.bias
+
+
+def rotate_and_append(projected: Tensor, tokens: TokenTables, cache: PagedCache, heads: Heads) -> None:
+    dim, block, rope, count = heads.head_dim, cache.keys.shape[1], heads.rope, len(projected)
+    tokens = TokenTables(tokens.slot[:count], tokens.position[:count])  # which may be those of a larger batch
+
+    def of(columns: int, count: int) -> Tensor:
+        return projected[:, columns : columns + count * dim].unflatten(1, (count, dim))
+
+    q, k, v = of(heads.q, heads.heads), of(heads.k, heads.kv_heads), of(heads.v, heads.kv_heads)
+    values, queries, keys = _normed_heads(v, heads.v_norm), q, k
+    if not heads.norm_after_rope:
+        queries, keys = _normed_heads(queries, heads.q_norm), _normed_heads(keys, heads.k_norm)
+    if rope is not None:
+        queries, keys = _rotated(queries, tokens, rope), _rotated(keys, tokens, rope)
+    if heads.norm_after_rope:
+        queries, keys = _normed_heads(queries, heads.q_norm), _normed_heads(keys, heads.k_norm)
+    if rope is not None and rope.growth is not None:
+        queries = queries * rope.growth[tokens.position.long()][:, None, None]
+    for row, (slot, position) in enumerate(zip(tokens.slot.tolist(), tokens.position.tolist(), strict=True)):
+        if position != NO_TOKEN:
+            place = int(cache.block_table[slot, position // block]), position % block
+            cache.keys[place], cache.values[place] = keys[row], values[row]
+            q[row] = queries[row]
+
+
+def _normed_heads(x: Tensor, norm: NormWeights | None) -> Tensor:
+    """Norms [tokens, heads, head dim]."""
+    if norm is None or norm.scope != "row":
+        return normed(x, norm)
+    return normed(x.flatten(1), norm).view(x.shape)
+
+
+def _rotated(x: Tensor, tokens: TokenTables, rope: RopeTables) -> Tensor:
+    pairs, at = rope.cos.shape[1], tokens.position.long()
+    cos, sin = rope.cos[at][:, None], rope.sin[at][:, None]
+    low, high, rest = x.split([pairs, pairs, x.shape[2] - 2 * pairs], 2)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], 2)
+
+
+def activate(gate: Tensor | None, up: Tensor, out: Tensor, kind: Activation) -> None:
+    if gate is None:
+        out.copy_(_activated(up, kind))
+    elif kind == "clamped_swiglu":
+        low = gate.clamp(max=7.0)
+        out.copy_((up.clamp(-7.0, 7.0) + 1) * low * torch.sigmoid(1.702 * low))
+    else:
+        out.copy_(_activated(gate, kind) * up)
+
+
+def _activated(x: Tensor, kind: Activation) -> Tensor:
+    functions = torch.nn.functional
+    if kind == "silu":
+        return functions.silu(x)
+    if kind == "relu2":
+        return functions.relu(x).square()
+    return functions.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def multiply_by_gate(attended: Tensor, gate: Tensor) -> None:
+    attended.mul_(torch.sigmoid(gate))
+
+
+def cap_logits(logits: Tensor, scale: float, cap: float | None) -> None:
+    logits.copy_(_capped(logits * scale, cap))
+
+
+def _capped(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def attend(
+    q: Tensor, cache: PagedCache, tokens: TokenTables, row: int, count: int, out: Tensor, how: LayerAttention
+) -> None:
+    """Computes attention of `count` tokens of one request, from a row on."""
+    slot, position = int(tokens.slot[row]), int(tokens.position[row])
+    block, kv_heads, dim = cache.keys.shape[1:]
+    end = position + count
+    blocks = cache.block_table[slot, : -(-end // block)].long()
+    keys, values = (part[blocks].reshape(-1, kv_heads, dim)[:end] for part in (cache.keys, cache.values))
+    queries = q[row : row + count].view(count, kv_heads, -1, dim)
+    scores = torch.einsum("thgd,shd->hgts", queries, keys) * how.scale
+    at, seen = torch.arange(position, end, device=q.device)[:, None], torch.arange(end, device=q.device)[None, :]
+    if how.slopes is not None:
+        scores = scores + how.slopes.view(kv_heads, -1, 1, 1) * (seen - at)
+    scores = _capped(scores, how.cap).masked_fill((seen > at) | (seen <= at - how.window), float("-inf"))
+    if how.sinks is not None:
+        sinks = how.sinks.view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks.to(scores.dtype)], -1)
+    weights = scores.softmax(-1)[..., :end]
+    # Masked values may be NaN.
+    values = torch.where((seen > at - how.window).any(0)[:, None, None], values, 0.0)
+    out[row : row + count] = torch.einsum("hgts,shd->thgd", weights, values).reshape(count, -1)

@@ -1,0 +1,186 @@
+"""Both backends compute what plans say: made-up decoders, a made-up weight format and a made-up kind of adapter against
+numpy; every field of a plan has its effect."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from caraserve.cpu import linear as cpu_formats
+from caraserve.errors import ModelLoadError
+from caraserve.gpu.linear import formats as gpu_formats
+from caraserve.lora.peft import inspect_adapter, read_adapter
+from caraserve.model.dtype import Dtype
+from caraserve.model.plan import Block, DecoderPlan, LayerPlan, Moe, Norm
+from caraserve.profiling.microbench import MeasuredBackend
+from tests.gpu.torch_kernels import torch_kernels
+from tests.plans import cpu, four_bits_cpu, four_bits_gpu, gpu
+from tests.plans.driving import logprobs, make_adapter
+from tests.plans.executor import Executor
+from tests.plans.four_bits import FourBits
+from tests.plans.fused import tensors_of, write
+from tests.plans.made_up import CHANGES, HIDDEN, PLANS, VOCAB, Tensors, linear, linears
+from tests.plans.scaled_lora import ScaledLora
+
+TOKENS = [(37 * index * index + 11) % VOCAB for index in range(45)]  # more than two KV blocks and all windows
+# How a backend is made, and how many alternatives of a token it returns.
+Make = Callable[..., Any]
+BACKENDS: dict[str, tuple[Make, int]] = {
+    "cpu": (cpu.backend_of, VOCAB),
+    "gpu": (gpu.backend_of, VOCAB // 2),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_for_triton() -> Iterator[None]:
+    """Replaces the Triton kernels, which tests of their own run, by torch's."""
+    with torch_kernels():
+        yield
+
+
+def expected(plan: DecoderPlan, deltas: Mapping[str, NDArray[np.float64]] | None = None) -> NDArray[np.float64]:
+    logits = Executor(plan, Tensors(), deltas).logits(TOKENS)[:-1]
+    top = logits.max(1, keepdims=True)
+    return logits - top - np.log(np.exp(logits - top).sum(1, keepdims=True))
+
+
+def computed(name: str, plan: DecoderPlan, pieces: tuple[int, ...] = (len(TOKENS),), **how: Any) -> NDArray[np.float64]:
+    make, alternatives = BACKENDS[name]
+    backend = make(plan, Tensors(), **how)
+    try:
+        return logprobs(backend, VOCAB, TOKENS, pieces, alternatives)
+    finally:
+        backend.close()
+
+
+def check(found: NDArray[np.float64], exact: NDArray[np.float64], tolerance: float = 2e-5) -> None:
+    """Compares the probabilities that a backend has returned, of the most likely tokens."""
+    known = np.isfinite(found)
+    assert known.sum(1).min() >= VOCAB // 2
+    np.testing.assert_allclose(found[known], exact[known], atol=tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", PLANS)
+def test_a_prompt_in_pieces_gives_the_probabilities_of_the_plan(name: str, backend: str) -> None:
+    plan = PLANS[name]()
+    check(computed(backend, plan, (17, 1, 1, 26)), expected(plan))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("name", "change"), [(name, change) for name in CHANGES for change in CHANGES[name]])
+def test_a_field_changed_alone_moves_the_probabilities_to_those_of_the_changed_plan(
+    name: str, change: str, backend: str
+) -> None:
+    plan = PLANS[name]()
+    changed = CHANGES[name][change](plan)
+    found, before = computed(backend, changed), expected(plan)
+    check(found, expected(changed))
+    assert np.nanmax(np.abs(found - before)) > 2e-4
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", PLANS)
+def test_an_adapter_changes_every_module_of_a_plan(name: str, backend: str, is_merged: bool) -> None:
+    plan, (make, alternatives) = PLANS[name](), BACKENDS[backend]
+    if is_merged and backend == "gpu":
+        if plan.is_quantized:
+            pytest.skip("weights in codes cannot hold a sum, and a server refuses them in this mode")
+        served = make(plan, Tensors(), merging=True)
+    else:
+        served = make(plan, Tensors())
+    adapter, deltas = make_adapter(plan, served.host_memory)
+    MeasuredBackend(served).load(adapter, 1)
+    found = logprobs(served, VOCAB, TOKENS, (17, 1, 27), alternatives, adapter=1, is_merged=is_merged)
+    served.close()
+    check(found, expected(plan, deltas), 5e-5)
+    assert np.nanmax(np.abs(found - expected(plan))) > 0.1
+
+
+def test_results_do_not_depend_on_the_pieces_of_a_prompt_or_the_number_of_threads() -> None:
+    for make in PLANS.values():
+        whole = computed("cpu", make())
+        assert whole.tobytes() == computed("cpu", make(), (3, 30, 12)).tobytes()
+        assert whole.tobytes() == computed("cpu", make(), (3, 30, 12), threads=3).tobytes()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_in_16_bits_are_close_to_those_in_32(backend: str) -> None:
+    plan = PLANS["sandwich"]()
+    assert 1e-4 < np.nanmax(np.abs(computed(backend, plan, dtype=Dtype.F16) - expected(plan))) < 0.1
+
+
+@pytest.mark.parametrize(("backend", "named"), [("cpu", "the CPU"), ("gpu", "a GPU")])
+def test_a_body_that_a_backend_cannot_compute_is_refused_before_a_tensor_is_read(backend: str, named: str) -> None:
+    plan = PLANS["parallel"]()
+    router = linear(0, "router", HIDDEN, ("router", 8))
+    moe = Moe(router, 8, 2, *(None,) * 3)  # type: ignore[arg-type]
+    layer = LayerPlan((Block(moe, Norm("model.norm.weight", 1e-5)),))
+    with pytest.raises(ModelLoadError, match=f"layer 0 has a Moe, which {named} cannot compute"):
+        computed(backend, DecoderPlan("made-up", VOCAB, HIDDEN, (layer,), plan.final, 128, "float32"))
+
+
+# --- what a backend does not know ---
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_weight_format_from_outside_the_package_computes_the_values_of_its_reference(backend: str) -> None:
+    plan = CHANGES["gated"]["plain weights"](PLANS["gated"]())
+    changed = linears(format=FourBits())(replace(plan, head_format=FourBits()))
+    check(computed(backend, changed), expected(changed))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_modules_of_a_group_may_have_different_formats(backend: str) -> None:
+    plan = CHANGES["sandwich"]["biases"](PLANS["sandwich"]())
+    *first, last = plan.layers
+    mixed = last.with_linears(
+        lambda one: replace(one, format=FourBits()) if one.target in ("k_proj", "up_proj") else one
+    )
+    changed = replace(plan, layers=(*first, mixed))
+    check(computed(backend, changed), expected(changed))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", PLANS)
+def test_a_kind_of_adapter_from_outside_the_package_computes_what_its_reference_says(
+    name: str, backend: str, tmp_path: Path
+) -> None:
+    plan, (make, alternatives), tensors = PLANS[name](), BACKENDS[backend], dict[str, Any]()
+    deltas, rng = dict[str, NDArray[np.float64]](), np.random.default_rng(3)
+    for module, own in by_module(tensors_of(plan)).items():
+        own["lora_A"], own["lora_B"] = own["lora_A"] / 8, own["lora_B"] / 8
+        own["lora_scale"] = rng.standard_normal(len(own["lora_B"])).astype(np.float32)
+        rank = len(own["lora_A"])
+        deltas[module] = ScaledLora().update({key: each.astype(np.float64) for key, each in own.items()}, 6 / rank)
+        prefix = f"base_model.model.{module}"
+        tensors |= {f"{prefix}.{key}{'' if key == 'lora_scale' else '.weight'}": each for key, each in own.items()}
+    ranks = {"gate_up_proj": 9} if "gate_up_proj" in plan.targets else {}
+    folder = write(tmp_path, plan, tensors, use_output_scales=True, rank_pattern=ranks)
+    served = make(plan, Tensors())
+    into = served.host_memory[: inspect_adapter(folder, plan).num_bytes]
+    MeasuredBackend(served).load(read_adapter(folder, plan, into), 1)
+    found = logprobs(served, VOCAB, TOKENS, (20, 25), alternatives, adapter=1)
+    served.close()
+    check(found, expected(plan, deltas), 2e-4)
+
+
+def by_module(tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the tensors of each module, by the last word of their names."""
+    modules: dict[str, dict[str, Any]] = {}
+    for name, values in tensors.items():
+        module, _, tensor = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+        modules.setdefault(module, {})[tensor] = values
+    return modules
+
+
+def test_a_format_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="weight format four-bits is registered already"):
+        cpu_formats.register("four-bits", four_bits_cpu.KERNELS)
+    with pytest.raises(ValueError, match="weight format four-bits is registered already"):
+        gpu_formats.register("four-bits", four_bits_gpu.FourBitsLinear)
