@@ -86,7 +86,7 @@ PURE = (
     *(f"cluster/state/{name}.py" for name in ("lww_map", "replicated_map")),
     *(
         f"cluster/routing/{name}.py"
-        for name in ("cost", "perf_model", "placement_plan", "policies", "policy_rules", "router", "shares")
+        for name in ("cost", "perf_model", "placement_plan", "policies", "policy_rules", "router")
     ),
     *(f"cluster/placement/{name}.py" for name in ("bin_packing", "cold_adapters", "loraserve", "migration", "plan")),
     "cluster/transfer/delete_lease.py",

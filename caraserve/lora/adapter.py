@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,12 +66,10 @@ class UploadSource(ABC):
 Source: TypeAlias = AdapterFolder | RemoteSource | UploadSource
 
 
-class ReadAdapter(Protocol):
-    """Reads an adapter into an extent of the arena, on another thread, and calls `done` on the event loop. Of a
-    download, `layers_arrived(image, layers)` is called there before, when the first `layers` layers of the image are
-    verified: they do not change any more; the bytes after them may not be read yet."""
-
-    def __call__(self, source: Source, into: NDArray[np.uint8], done: Done, layers_arrived: LayersArrived) -> None: ...
+ReadAdapter: TypeAlias = Callable[[Source, NDArray[np.uint8], Done, LayersArrived], None]
+"""Reads an adapter into an extent of the arena, on another thread, and calls `Done` on the event loop. Of a download,
+`LayersArrived` is called there before with the image and a number of layers: its first ones, which are verified and do
+not change any more; the bytes after them may not be read yet."""
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ on all instances; the adapter before is part of an alias, so that any instance c
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from caraserve.errors import AdapterRejected, NotFound
@@ -81,7 +81,9 @@ class Aliases:
                 raise AdapterRejected(f"there are {_MOST_ALIASES} aliases already; delete one first", param="name")
             if old is not None and old.adapter == adapter:
                 return old
-            return await self._put(Alias(name, adapter, None if old is None else old.adapter))
+            alias = Alias(name, adapter, None if old is None else old.adapter)
+            await self._settings.write(_KIND, name, {"adapter": adapter, "previous": alias.previous})
+            return alias
 
     async def remove(self, name: str) -> None:
         """Removes an alias. Raises NotFound."""
@@ -99,12 +101,6 @@ class Aliases:
                 await self._settings.write(_KIND, name, None)
                 removed.append(name)
         return removed
-
-    async def _put(self, alias: Alias) -> Alias:
-        body: dict[str, Any] = asdict(alias)
-        del body["name"]
-        await self._settings.write(_KIND, alias.name, body)
-        return alias
 
     def _apply(self, name: str, body: dict[str, Any] | None) -> bool:
         """Takes an alias that was changed, here or on another instance. Returns False for one that is not valid: the

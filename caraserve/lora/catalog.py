@@ -272,12 +272,15 @@ class Catalog:
         for name, path in given.items():
             try:
                 info = self._known(name, path, was_found=name in found)
-                info = info or self._inspect_at_start(name, path, was_found=name in found)
-            except CaraServeError as error:
+                if info is None:
+                    info = self._inspect(name, AdapterFolder(self._resolve(os.path.abspath(path), _ANYWHERE)))
+                    info = replace(info, created_s=min(info.created_s, changed_s(path))) if name in found else info
+            except (CaraServeError, OSError) as error:
+                why = f"it cannot be read: {error.strerror}" if isinstance(error, OSError) else error.message
                 if name not in found:
-                    raise ConfigError(f"adapter {name!r} at {path}: {error.message}") from error
-                self.refused.note(name, error.message)
-                complaints.append(f"{str(path)!r} in --adapters-dir is left out: {error.message}")
+                    raise ConfigError(f"adapter {name!r} at {path}: {why}") from error
+                self.refused.note(name, why)
+                complaints.append(f"{str(path)!r} in --adapters-dir is left out: {why}")
             else:
                 if info is not self._registry.get(name):
                     fresh.append(info)
@@ -312,14 +315,6 @@ class Catalog:
         if info.name not in given and stamp(Path(info.path)) != info.stamp:
             self._registry.remove(info.name)
         return True
-
-    def _inspect_at_start(self, name: str, path: Path, *, was_found: bool) -> AdapterInfo:
-        """Reads an adapter that the registry does not have. Raises CaraServeError if it cannot be served."""
-        try:
-            info = self._inspect(name, AdapterFolder(self._resolve(os.path.abspath(path), _ANYWHERE)))
-            return replace(info, created_s=min(info.created_s, changed_s(path))) if was_found else info
-        except OSError as error:
-            raise AdapterRejected(f"it cannot be read: {error.strerror}") from None
 
     async def preloaded(self) -> None:
         """Returns when every adapter is on the device, for modes `cached` and `merged`. Raises ConfigError if one
@@ -375,7 +370,7 @@ class Catalog:
         folder = folder or self.folders.at(Path(info.path))
         self.manager.register(info.name, info.digest, folder, info.num_bytes)
         if self.rules.keep_on_device:
-            self.manager.preload(info.name)
+            self.manager.acquire(self.manager.pin(info.name))
 
     def _resolve(self, path: str, roots: Sequence[Path]) -> Path:
         return resolve_adapter_path(path, roots)
@@ -438,13 +433,5 @@ def _change_refused(name: str, has_many: bool) -> AdapterBusy:
 
 
 def _info_of(name: str, spec: AdapterSpec, folder: Path, stamped: str) -> AdapterInfo:
-    return AdapterInfo(
-        name=name,
-        digest=spec.digest,
-        path=str(folder),
-        rank=spec.rank,
-        targets=spec.targets,
-        num_bytes=spec.num_bytes,
-        created_s=time.time(),
-        stamp=stamped,
-    )
+    sizes = spec.rank, spec.targets, spec.num_bytes
+    return AdapterInfo(name, spec.digest, str(folder), *sizes, created_s=time.time(), stamp=stamped)

@@ -62,7 +62,9 @@ class FolderWatch:
         """Looks at all folders once."""
         found = await asyncio.to_thread(_poll, self._root)
         seen, self._polled = self._polled, found
-        self._unsettle_former_aliases()
+        for name in [name for name in self._aliased if self._aliases.find(name) is None]:
+            self._aliased.discard(name)
+            self._settled[name] = ""  # tried again, as the alias for which it was left out is gone
         for name, now in found.adapters.items():
             if now == self._settled.get(name) or self._catalog.is_changing(name):
                 continue
@@ -74,12 +76,6 @@ class FolderWatch:
                 self._described[name] = now
                 await self._describe(name)
         self._follow_removals(seen, found)
-
-    def _unsettle_former_aliases(self) -> None:
-        """Has folders tried again that were left out for an alias that is gone."""
-        for name in [name for name in self._aliased if self._aliases.find(name) is None]:
-            self._aliased.discard(name)
-            self._settled[name] = ""
 
     def _follow_removals(self, seen: _Polled, found: _Polled) -> None:
         """Unloads the adapters of folders that were missing in two polls, and forgets why folders were refused that are

@@ -64,7 +64,7 @@ class HostLoader:
         unfinished request will use. At most `_MOST_PREFETCHES` such reads run at a time."""
         if not adapter.may_be_read_ahead(self._now()) or adapter.digest in self._host_cache or self._waiting:
             return
-        if len(self._ahead) < _MOST_PREFETCHES and self._begin(adapter, _claims_image):
+        if len(self._ahead) < _MOST_PREFETCHES and self._begin(adapter, ahead=True):
             self._ahead.add(adapter.digest)
 
     def forget(self, adapter: Adapter) -> None:
@@ -93,12 +93,14 @@ class HostLoader:
             self._host_cache.touch(adapter.digest)
             self._device_loader.image_arrived(adapter, image)
             return True
-        return self._begin(adapter, _needs_image)
+        return self._begin(adapter, ahead=False)
 
-    def _begin(self, adapter: Adapter, is_needed: Callable[[Adapter], bool]) -> bool:
+    def _begin(self, adapter: Adapter, *, ahead: bool) -> bool:
         def stays(digest: str) -> bool:
-            other = self._find(digest)
-            return other is not None and (other.pinned is not None or is_needed(other))
+            if (other := self._find(digest)) is None:
+                return False
+            is_claimed = ahead and other.tier is AdapterTier.HOST and other.pins > 0  # by an unfinished request
+            return other.pinned is not None or other.needs_image or is_claimed
 
         extent = self._host_cache.take(adapter.digest, adapter.num_bytes, stays, self.evict)
         if extent is None:
@@ -142,12 +144,3 @@ class HostLoader:
             self._device_loader.image_arrived(adapter, result)
         adapter.partial = None
         self.schedule_pending()
-
-
-def _needs_image(adapter: Adapter) -> bool:
-    return adapter.needs_image
-
-
-def _claims_image(adapter: Adapter) -> bool:
-    """Returns whether an unfinished request needs the image, or will."""
-    return adapter.needs_image or (adapter.tier is AdapterTier.HOST and adapter.pins > 0)

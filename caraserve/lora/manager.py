@@ -18,8 +18,7 @@ from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters, EndedLoad, ReadAdapter, RemoteSource, Source
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.arrival_estimates import ArrivalEstimates
-from caraserve.lora.device_cache import DeviceCache
-from caraserve.lora.device_loader import DeviceLoader
+from caraserve.lora.device_loader import DeviceCache, DeviceLoader
 from caraserve.lora.host_cache import HostCache
 from caraserve.lora.host_loader import HostLoader
 from caraserve.lora.start_policy import NO_PREFILL, AwaitedPrefill, StartPolicy
@@ -252,10 +251,6 @@ class AdapterManager:
         if adapter.image_pins == 0:
             self.device_loader.end_failed(adapter)
             self._host_loader.schedule_pending()
-
-    def preload(self, name: str) -> None:
-        """Loads an adapter to the device, to stay there as long as the server runs."""
-        self.acquire(self.pin(name))
 
     def check(self) -> None:
         """Raises AssertionError if the memory or slots of a cache do not add up."""

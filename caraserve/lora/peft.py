@@ -6,7 +6,7 @@ A folder is inspected when it is registered (`catalog.py`), and read when a requ
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -167,17 +167,6 @@ def _fill(file: TensorFile, layout: TensorLayout, room: Callable[[int, int], Byt
     return identified(layout.spec, hasher.hashes)
 
 
-def may_exist(path: Path) -> bool:
-    """Returns False if there is no file at `path`; True also if its folder may not be searched."""
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:  # the caller opens the file and reports this error
-        return True
-    return True
-
-
 def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
     """Returns the adapter folder at `path`. A relative path is looked up in each root, in order; the folder and its
     files must lie inside one of the roots.
@@ -215,13 +204,15 @@ def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[TensorFile]:
-    path = folder / TENSORS_NAME
-    if not may_exist(path):
-        try:
+    path, reason = folder / TENSORS_NAME, None
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        with suppress(OSError):
             reason = why_no_adapter(folder)
-        except OSError:
-            reason = None
-        raise AdapterRejected(reason or f"the folder has no {TENSORS_NAME}")
+        raise AdapterRejected(reason or f"the folder has no {TENSORS_NAME}") from None
+    except OSError:
+        pass  # such as a folder that may not be searched: opening the file reports it
     try:
         with TensorFile(path) as file:
             yield file

@@ -10,7 +10,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +129,9 @@ class Registry:
     def put_many(self, infos: Iterable[AdapterInfo]) -> None:
         """Adds or replaces adapters in one transaction: all or none."""
         infos = list(infos)
-        marks = ", ".join("?" * len(_COLUMNS.split(", ")))
+        statement = f"INSERT OR REPLACE INTO adapters ({_COLUMNS}) VALUES (:{_COLUMNS.replace(', ', ', :')})"
         with self._lock:
-            statement = f"INSERT OR REPLACE INTO adapters ({_COLUMNS}) VALUES ({marks})"
-            self._write((statement, [_to_row(info) for info in infos]))
+            self._write((statement, [asdict(info) | {"targets": json.dumps(info.targets)} for info in infos]))
             self._infos |= {info.name: info for info in infos}
 
     def remove(self, name: str) -> None:
@@ -232,7 +231,7 @@ class Registry:
         hint = "another server uses it" if "locked" in why else "give a file that this server may create"
         return ConfigError(f"--registry {self._where}: {why}; {hint}")
 
-    def _write(self, *statements: tuple[str, Sequence[tuple[Any, ...]]]) -> None:
+    def _write(self, *statements: tuple[str, Sequence[Any]]) -> None:
         """Runs each statement for all its rows, all in one transaction. The caller holds the lock."""
         try:
             with self._connection as transaction:  # commits, or rolls back after any exception
@@ -243,14 +242,6 @@ class Registry:
             is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
             kind = StorageFull if is_full else CaraServeError
             raise kind(f"the registry {self._where} cannot be written: {error}") from None
-
-
-def _to_row(info: AdapterInfo) -> tuple[object, ...]:
-    targets = json.dumps(info.targets)
-    return (
-        *(info.name, info.digest, info.path, info.rank, targets),
-        *(info.num_bytes, info.created_s, info.stamp, info.state),
-    )
 
 
 def _from_row(

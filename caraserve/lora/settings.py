@@ -82,7 +82,10 @@ class SettingsStore:
             if (pinned := changes.get("pinned")) is not None:
                 self._refuse_too_many(name, pinned)
             settings = replace(self.get(name), **changes)
-            await self._put(name, replace(settings, defaults=replace(settings.defaults, **defaults)))
+            taken = replace(settings.defaults, **defaults)
+            body: dict[str, Any] = {"labels": dict(settings.labels), "pinned": settings.pinned, **asdict(taken)}
+            body["stop"] = None if taken.stop is None else list(taken.stop)  # as JSON has it
+            await self._replicated.write(_KIND, name, body)
 
     async def remove(self, name: str) -> None:
         """Removes the settings of an adapter that was deleted."""
@@ -105,12 +108,6 @@ class SettingsStore:
         """Ends the removals in progress."""
         await self._removals.end()
 
-    async def _put(self, name: str, settings: AdapterSettings) -> None:
-        stop = settings.defaults.stop
-        body: dict[str, Any] = {"labels": dict(settings.labels), "pinned": settings.pinned, **asdict(settings.defaults)}
-        body["stop"] = None if stop is None else list(stop)  # as JSON has it
-        await self._replicated.write(_KIND, name, body)
-
     def _apply(self, name: str, body: dict[str, Any] | None) -> bool:
         """Takes settings that were changed, here or on another instance. Returns False for invalid ones: those before
         stay."""
@@ -118,14 +115,12 @@ class SettingsStore:
         if settings is None:
             log.warning("the settings of %s of another instance are not valid here and are left out", name)
             return False
-        self._set(name, settings)
         if body is None:
-            del self._settings[name]
-        return True
-
-    def _set(self, name: str, settings: AdapterSettings) -> None:
-        self._settings[name] = settings
+            self._settings.pop(name, None)
+        else:
+            self._settings[name] = settings
         self._catalog.manager.set_pin(name, settings.pinned)
+        return True
 
     def _read(self, body: Mapping[str, Any]) -> AdapterSettings | None:
         """Returns the settings of a stored body; None if one is not valid."""

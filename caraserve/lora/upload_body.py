@@ -53,7 +53,7 @@ class UploadBody:
         not in its metadata."""
         self.tensor_bytes = 0  # of the tensor file, that were written
         self._is_sized = False  # whether the tensor file has its full size, as the header's check needs it
-        self._is_bare = False
+        self.is_bare = False  # whether the body is a safetensors file, not a tar
         self._header_end: int | None = None
         self._folder, self._config = folder, config
         self._num_bytes = num_bytes
@@ -74,11 +74,6 @@ class UploadBody:
     def has(self, name: str) -> bool:
         """Whether a file has been written to its end."""
         return name in self._written
-
-    @property
-    def is_bare(self) -> bool:
-        """Whether the body is a safetensors file, not a tar."""
-        return self._is_bare
 
     def has_tensor_header(self) -> bool:
         """Whether the header of the tensor file has been written, and the file's size is known."""
@@ -129,7 +124,7 @@ class UploadBody:
     def _read_body(self) -> _Reading[None]:
         start = yield from self._read(_SNIFFED_BYTES, may_end=True)
         if start[8:] == b"{" and int.from_bytes(start[:8], "little") < _MOST_SAFETENSORS_HEADER:
-            self._is_bare = True
+            self.is_bare = True
             self._begin(TENSORS_NAME, self._num_bytes)
             if self._config is not None:
                 self.add_config(self._config)

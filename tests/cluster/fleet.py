@@ -193,6 +193,10 @@ class Fleet:
         record = self.nodes[viewer].protocol.members.get(name)
         return record.state if record else None
 
+    def states(self, name: str) -> set[MemberState | None]:
+        """Returns the states that the instances believe one of them to be in."""
+        return {self.state(viewer, name) for viewer in self.nodes}
+
     def check(self) -> None:
         """Checks the invariants that hold at every moment."""
         assert self.false_deaths == []

@@ -119,6 +119,12 @@ class Instances:
         instance = self.running[name] = Instance(member, InstanceViews(member), handlers, runner, door, address)
         return instance
 
+    async def together(self, *names: str) -> list[Instance]:
+        """Starts instances, and returns them when each sees all."""
+        started = [await self.start(name) for name in names]
+        await until(self.agree)
+        return started
+
     async def stop(self, name: str) -> None:
         if name in self.running:
             await self.running.pop(name).stop()

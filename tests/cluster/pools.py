@@ -168,11 +168,15 @@ class Pools:
         await until(lambda: all(one.member.holders(info.digest) for one in self.running.values()))
         return info.digest
 
+    async def loaded(self, *names: str) -> tuple[list[PoolInstance], str]:
+        """Starts instances of which the first loads an adapter, `poet`. Returns them and the adapter's digest."""
+        started = [await self.start(name) for name in names]
+        return started, await self.load(started[0], "poet", 1)
+
     async def sharing(self, *names: str) -> tuple[list[PoolInstance], str]:
-        """Starts instances of which the first loads an adapter, `poet`, and the others download and store it. Returns
-        them and the adapter's digest."""
-        first, *others = started = [await self.start(name) for name in names]
-        digest = await self.load(first, "poet", 1)
+        """As `loaded`, but the others also download and store the adapter."""
+        started, digest = await self.loaded(*names)
+        first, *others = started
         for other in others:
             await other.want("poet")
         await until(lambda: all(digest in other.stored for other in others))

@@ -84,7 +84,7 @@ def wide() -> dict[str, np.ndarray]:  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_folder_found_that_cannot_be_served_is_left_out_with_one_complaint(
+def test_what_cannot_be_served_is_left_out_with_one_complaint_if_it_was_found_and_refused_if_the_user_named_it(
     adapters_dir: Path, reader: AdapterReader, kind: str
 ) -> None:
     make, reason = BAD[kind]
@@ -98,16 +98,10 @@ def test_a_folder_found_that_cannot_be_served_is_left_out_with_one_complaint(
     assert f"{str(adapters_dir / 'bad')!r} in --adapters-dir is left out: " in complaint
     assert reason in complaint
     assert (refusal.name, reason in refusal.reason) == ("bad", True)
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_an_adapter_named_by_the_user_must_be_valid(adapters_dir: Path, reader: AdapterReader, kind: str) -> None:
-    BAD[kind][0](adapters_dir / "bad")
-    given = {name: adapters_dir / name for name in ("bad", "good")}
-    with closing(Registry(None)) as registry:
-        made = catalog(registry, reader, adapters_dir, device_bytes=100_000)
-        with pytest.raises(ConfigError, match="adapter 'bad' at "):
-            made.add_at_start(given.items(), lambda: None, found=["good"])
+    with closing(Registry(None)) as registry, pytest.raises(ConfigError, match="adapter 'bad' at "):
+        catalog(registry, reader, adapters_dir, device_bytes=100_000).add_at_start(
+            given.items(), lambda: None, found=["good"]
+        )
 
 
 def test_a_folder_found_whose_name_cannot_be_an_adapters_is_left_out(adapters_dir: Path, reader: AdapterReader) -> None:

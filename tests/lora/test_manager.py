@@ -12,14 +12,6 @@ from caraserve.lora.device_loader import MAX_BYPASSES
 from tests.lora.tiers import CacheTiers
 
 
-def test_a_request_brings_its_adapter_to_the_device_and_the_next_finds_it_there() -> None:
-    tiers = CacheTiers("a")
-    tiers.serve("a")
-    tiers.serve("a")
-    assert tiers.manager.counters.disk_reads == 1
-    assert tiers.manager.counters.device_hits == 1
-
-
 def test_metrics_count_hits_misses_and_evictions_of_both_caches() -> None:
     tiers = CacheTiers("abc", device_bytes=100)
     for name in "aabca":

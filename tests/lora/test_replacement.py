@@ -3,7 +3,7 @@ own version, and no change of a name disturbs another one."""
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,15 @@ from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import AdapterBusy, CaraServeError, NotFound
 from caraserve.lora import adapter_reader
 from caraserve.lora.adapter import Adapter
-from caraserve.lora.adapter_folder import AdapterFolder
-from caraserve.lora.peft import TENSORS_NAME, inspect_adapter, read_adapter
-from caraserve.lora.uploads import UploadClaims
+from caraserve.lora.peft import TENSORS_NAME, read_adapter
 from tests.cluster.nodes import until
-from tests.lora.folders import SPEC, write_adapter
-from tests.lora.uploads import LIMIT, Receiver, receiving, tar_of
+from tests.lora.folders import write_adapter
+from tests.lora.uploads import LIMIT, Receiver, arriving, read_digest, tar_of
 
 
 @pytest.fixture
 def bodies(tmp_path: Path) -> list[bytes]:
     return [tar_of(write_adapter(tmp_path / f"made-{alpha}", {"lora_alpha": alpha})) for alpha in (8, 9)]
-
-
-def path_of(adapter: Adapter) -> Path:
-    assert isinstance(adapter.source, AdapterFolder)
-    return adapter.source.path
 
 
 class Read:
@@ -67,173 +60,140 @@ class Read:
 @pytest.mark.parametrize("moment", ["asked", "opened"])
 @pytest.mark.parametrize("change", ["replaced", "deleted", "replaced and uploaded again"])
 async def test_a_read_that_has_begun_gets_its_own_version(
-    tmp_path: Path, bodies: list[bytes], change: str, moment: str, monkeypatch: pytest.MonkeyPatch
+    receiver: Receiver, bodies: list[bytes], change: str, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with receiving(tmp_path / "root") as receiver:
-        digest = (await receiver.put("new", bodies[0])).info.digest
-        adapter = receiver.catalog.pin("new")
-        read = Read(receiver, adapter, moment, monkeypatch)
-        deletion = None
-        if change == "deleted":
-            deletion = asyncio.create_task(receiver.delete("new"))
-            await until(lambda: receiver.catalog.find("new") is None)
-        else:
-            await receiver.put("new", bodies[1])
-        if change == "replaced and uploaded again":
-            await receiver.put("new", bodies[0])
-        assert await read.digest() == digest
-        receiver.catalog.manager.unpin(adapter)
-        await until(lambda: receiver.left() == ([] if change == "deleted" else ["new"]))
-        if deletion is not None:
-            await deletion
+    digest = (await receiver.put("new", bodies[0])).info.digest
+    adapter = receiver.catalog.pin("new")
+    read = Read(receiver, adapter, moment, monkeypatch)
+    deletion = None
+    if change == "deleted":
+        deletion = asyncio.create_task(receiver.delete("new"))
+        await until(lambda: receiver.catalog.find("new") is None)
+    else:
+        assert not (await receiver.put("new", bodies[1])).is_new
+    if change == "replaced and uploaded again":
+        await receiver.put("new", bodies[0])
+    assert await read.digest() == digest
+    assert deletion is None or not deletion.done()
+    receiver.catalog.manager.unpin(adapter)
+    await until(lambda: receiver.left() == ([] if change == "deleted" else ["new"]))
+    if deletion is not None:
+        await deletion
+        with pytest.raises(NotFound):
+            await receiver.delete("new")
 
 
 async def test_requests_that_come_while_a_name_is_replaced_get_a_version_whose_files_are_there(
-    tmp_path: Path, bodies: list[bytes], monkeypatch: pytest.MonkeyPatch
+    receiver: Receiver, bodies: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The registry is written after the files have changed places: until then the name stands for the old version."""
-    async with receiving(tmp_path / "root") as receiver:
-        old = (await receiver.put("new", bodies[0])).info.digest
-        put, pinned = receiver.registry.put, list[Adapter]()
+    old = (await receiver.put("new", bodies[0])).info.digest
+    put, pinned = receiver.registry.put, list[Adapter]()
 
-        def write(info: object) -> None:
-            pinned.append(receiver.catalog.pin("new"))
-            assert inspect_adapter(path_of(pinned[0]), SPEC).digest == old
-            put(info)  # type: ignore[arg-type]
+    def write(info: object) -> None:
+        pinned.append(receiver.catalog.pin("new"))
+        assert read_digest(pinned[0]) == old
+        put(info)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(receiver.registry, "put", write)
-        new = (await receiver.put("new", bodies[1])).info.digest
-        assert [adapter.digest for adapter in pinned] == [old]
-        assert inspect_adapter(path_of(pinned[0]), SPEC).digest == old
-        assert inspect_adapter(path_of(receiver.catalog.pin("new")), SPEC).digest == new
+    monkeypatch.setattr(receiver.registry, "put", write)
+    new = (await receiver.put("new", bodies[1])).info.digest
+    assert [adapter.digest for adapter in pinned] == [old]
+    assert read_digest(pinned[0]) == old
+    assert read_digest(receiver.catalog.pin("new")) == new
 
 
 async def test_an_unloaded_adapter_keeps_its_files_while_another_one_takes_its_name(
-    tmp_path: Path, bodies: list[bytes]
+    receiver: Receiver, bodies: list[bytes]
 ) -> None:
-    async with receiving(tmp_path / "root") as receiver:
-        old = (await receiver.put("new", bodies[0])).info.digest
-        adapter = receiver.catalog.pin("new")
-        unloading = asyncio.create_task(receiver.catalog.unload("new"))
-        await until(lambda: receiver.catalog.find("new") is None)
-        assert (await receiver.put("new", bodies[1])).is_new
-        assert not unloading.done()
-        assert inspect_adapter(path_of(adapter), SPEC).digest == old
-        receiver.catalog.manager.unpin(adapter)
-        await unloading
-        await until(lambda: receiver.left() == ["new"])
+    old = (await receiver.put("new", bodies[0])).info.digest
+    adapter = receiver.catalog.pin("new")
+    unloading = asyncio.create_task(receiver.catalog.unload("new"))
+    await until(lambda: receiver.catalog.find("new") is None)
+    assert (await receiver.put("new", bodies[1])).is_new
+    assert not unloading.done()
+    assert read_digest(adapter) == old
+    receiver.catalog.manager.unpin(adapter)
+    await unloading
+    await until(lambda: receiver.left() == ["new"])
 
 
 async def test_another_name_that_was_loaded_from_an_uploaded_folder_keeps_its_version(
-    tmp_path: Path, bodies: list[bytes]
+    receiver: Receiver, bodies: list[bytes]
 ) -> None:
-    async with receiving(tmp_path / "root") as receiver:
-        old = (await receiver.put("new", bodies[0])).info.digest
-        await receiver.catalog.load("other", "new", inplace=False)
-        await receiver.put("new", bodies[1])
-        other = receiver.catalog.pin("other")
-        assert inspect_adapter(path_of(other), SPEC).digest == other.digest == old
-        receiver.catalog.manager.unpin(other)
-        await receiver.catalog.unload("other")
-        await until(lambda: receiver.left() == ["new"])
-
-
-class Arriving:
-    """A body of which the first part has arrived, by which requests may name the adapter."""
-
-    def __init__(self, receiver: Receiver, body: bytes) -> None:
-        self._body, self._go = body, asyncio.Event()
-        self.upload = asyncio.create_task(receiver.uploads.put("new", self._pieces(), UploadClaims(len(body))))
-
-    async def _pieces(self) -> AsyncIterator[bytes]:
-        yield self._body[:-4000]
-        await self._go.wait()
-        yield self._body[-4000:]
-
-    async def end(self) -> str:
-        self._go.set()
-        return (await self.upload).info.digest
+    old = (await receiver.put("new", bodies[0])).info.digest
+    await receiver.catalog.load("other", "new", inplace=False)
+    await receiver.put("new", bodies[1])
+    other = receiver.catalog.pin("other")
+    assert read_digest(other) == other.digest == old
+    receiver.catalog.manager.unpin(other)
+    await receiver.catalog.unload("other")
+    await until(lambda: receiver.left() == ["new"])
 
 
 async def test_uploads_of_one_name_are_stored_in_the_order_in_which_they_are_complete(
-    tmp_path: Path, bodies: list[bytes]
+    receiver: Receiver, bodies: list[bytes]
 ) -> None:
-    async with receiving(tmp_path / "root") as receiver:
-        slow = Arriving(receiver, bodies[0])
-        await until(lambda: receiver.catalog.find("new") is not None)
-        waiting = receiver.catalog.pin("new")
-        with pytest.raises(AdapterBusy, match="is being uploaded"):
-            await receiver.delete("new")
-        fast = await receiver.put("new", bodies[1])
-        assert receiver.catalog.get("new") is fast.info
-        digest = await slow.end()
-        assert receiver.catalog.get("new").digest == digest == waiting.digest != fast.info.digest
-        receiver.catalog.manager.unpin(waiting)
-        await until(lambda: receiver.left() == ["new"])
+    slow = await arriving(receiver, bodies[0])
+    waiting = receiver.catalog.pin("new")
+    with pytest.raises(AdapterBusy, match="is being uploaded"):
+        await receiver.delete("new")
+    fast = await receiver.put("new", bodies[1])
+    assert receiver.catalog.get("new") is fast.info
+    digest = await slow.end()
+    assert receiver.catalog.get("new").digest == digest == waiting.digest != fast.info.digest
+    receiver.catalog.manager.unpin(waiting)
+    await until(lambda: receiver.left() == ["new"])
 
 
 async def test_a_name_that_was_given_and_deleted_while_an_upload_arrives_stands_for_nothing(
-    tmp_path: Path, bodies: list[bytes]
+    receiver: Receiver, bodies: list[bytes]
 ) -> None:
-    async with receiving(tmp_path / "root") as receiver:
-        slow = Arriving(receiver, bodies[0])
-        await until(lambda: receiver.catalog.find("new") is not None)
-        await receiver.put("new", bodies[1])
-        await receiver.delete("new")
-        with pytest.raises(NotFound):
-            receiver.catalog.pin("new")
-        digest = await slow.end()
-        assert receiver.catalog.pin("new").digest == digest
+    slow = await arriving(receiver, bodies[0])
+    await receiver.put("new", bodies[1])
+    await receiver.delete("new")
+    with pytest.raises(NotFound):
+        receiver.catalog.pin("new")
+    digest = await slow.end()
+    assert receiver.catalog.pin("new").digest == digest
 
 
 async def test_an_upload_of_what_the_name_has_by_then_ends_well_for_its_requests(
-    tmp_path: Path, bodies: list[bytes]
+    receiver: Receiver, bodies: list[bytes]
 ) -> None:
     """They read the folder of the other upload."""
-    async with receiving(tmp_path / "root") as receiver:
-        slow = Arriving(receiver, bodies[0])
-        await until(lambda: receiver.catalog.find("new") is not None)
-        waiting = receiver.catalog.pin("new")
-        digest = (await receiver.put("new", bodies[0])).info.digest
-        assert await slow.end() == digest
-        result: asyncio.Future[HostAdapter | CaraServeError] = asyncio.get_running_loop().create_future()
-        loop = asyncio.get_running_loop()
-        receiver.uploads.reader.read(
-            waiting.source, aligned_bytes(LIMIT), lambda image: loop.call_soon_threadsafe(result.set_result, image)
-        )
-        image = await result
-        assert isinstance(image, HostAdapter)
-        assert image.spec.digest == digest
+    slow = await arriving(receiver, bodies[0])
+    waiting = receiver.catalog.pin("new")
+    digest = (await receiver.put("new", bodies[0])).info.digest
+    assert await slow.end() == digest
+    result, loop = asyncio.get_running_loop().create_future(), asyncio.get_running_loop()
+    receiver.uploads.reader.read(
+        waiting.source, aligned_bytes(LIMIT), lambda image: loop.call_soon_threadsafe(result.set_result, image)
+    )
+    assert (await result).spec.digest == digest
 
 
 async def test_files_that_somebody_else_has_changed_are_an_error_that_names_no_hidden_folder(
-    tmp_path: Path, bodies: list[bytes]
+    receiver: Receiver, bodies: list[bytes]
 ) -> None:
-    async with receiving(tmp_path / "root") as receiver:
-        await receiver.put("new", bodies[0])
-        adapter = receiver.catalog.pin("new")
-        await receiver.put("new", bodies[1])
-        hidden = path_of(adapter)
-        write_adapter(hidden, {"lora_alpha": 10})
-        manager = receiver.catalog.manager
-        result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        manager.on_change(lambda: result.done() or adapter.error is None or result.set_result(None))
-        loop = asyncio.get_running_loop()
-        receiver.uploads.reader._on_loop = lambda call: loop.call_soon_threadsafe(call) and None
-        manager.prefetch(adapter)
-        await result
-        changed = adapter.error
-        assert changed is not None
-        (hidden / TENSORS_NAME).unlink()
-        gone = await read_error(receiver, adapter)
-        for error in (changed, gone):
-            assert (error.status, hidden.name in error.message, hidden.parent.name in error.message) == (400, 0, 0)
-        assert "the adapter's files have changed" in changed.message
-
-
-async def read_error(receiver: Receiver, adapter: Adapter) -> CaraServeError:
-    result: asyncio.Future[HostAdapter | CaraServeError] = asyncio.get_running_loop().create_future()
-    receiver.uploads.reader.read(adapter.source, aligned_bytes(LIMIT), result.set_result)
-    error = await result
-    assert isinstance(error, CaraServeError)
-    return error
+    await receiver.put("new", bodies[0])
+    adapter = receiver.catalog.pin("new")
+    await receiver.put("new", bodies[1])
+    hidden = adapter.source.path
+    write_adapter(hidden, {"lora_alpha": 10})
+    manager = receiver.catalog.manager
+    result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    manager.on_change(lambda: result.done() or adapter.error is None or result.set_result(None))
+    loop = asyncio.get_running_loop()
+    receiver.uploads.reader._on_loop = lambda call: loop.call_soon_threadsafe(call) and None
+    manager.prefetch(adapter)
+    await result
+    changed = adapter.error
+    assert changed is not None
+    (hidden / TENSORS_NAME).unlink()
+    second = loop.create_future()
+    receiver.uploads.reader.read(adapter.source, aligned_bytes(LIMIT), second.set_result)
+    gone = await second
+    assert isinstance(gone, CaraServeError)
+    for error in (changed, gone):
+        assert (error.status, hidden.name in error.message, hidden.parent.name in error.message) == (400, 0, 0)
+    assert "the adapter's files have changed" in changed.message

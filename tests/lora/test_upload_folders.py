@@ -1,7 +1,6 @@
 """The disk of uploads: when it is full, and what a server that was killed has left on it."""
 
 import asyncio
-import errno
 import os
 import threading
 import time
@@ -13,41 +12,30 @@ import pytest
 
 from caraserve.errors import StorageFull
 from caraserve.lora.adapter_folder import AdapterFolder
-from caraserve.lora.peft import inspect_adapter
 from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.upload_body import UploadBody
 from caraserve.lora.upload_folders import UploadFolders
-from tests.lora.folders import SPEC, write_adapter
-from tests.lora.uploads import receiving, tar_of
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_adapter(tmp_path / "made")
-
-
-def _no_room(*arguments: object, **options: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+from tests.lora.folders import write_adapter
+from tests.lora.uploads import Receiver, no_room, read_digest, receiving, tar_of
 
 
 @pytest.mark.parametrize("full", ["files", "registry"])
 async def test_a_full_disk_is_said_to_be_full(
-    tmp_path: Path, folder: Path, full: str, monkeypatch: pytest.MonkeyPatch
+    receiver: Receiver, folder: Path, full: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with receiving(tmp_path / "root") as receiver:
-        if full == "files":
-            monkeypatch.setattr(UploadBody, "write", _no_room)
-        else:
-            receiver.registry._connection.execute("PRAGMA max_page_count = 1")  # no more than it has
-            row = AdapterInfo("old", "0" * 64, "/", 4, ("q_proj",), 1, 0.0)
-            with suppress(StorageFull):
-                for number in range(1000):
-                    receiver.registry.put(replace(row, name=f"old-{number}"))
-        with pytest.raises(StorageFull) as refusal:
-            await receiver.put("new", tar_of(folder))
-        assert refusal.value.status == 507
-        assert receiver.left() == []
-        assert receiver.catalog.find("new") is None
+    if full == "files":
+        monkeypatch.setattr(UploadBody, "write", no_room)
+    else:
+        receiver.registry._connection.execute("PRAGMA max_page_count = 1")  # no more than it has
+        row = AdapterInfo("old", "0" * 64, "/", 4, ("q_proj",), 1, 0.0)
+        with suppress(StorageFull):
+            for number in range(1000):
+                receiver.registry.put(replace(row, name=f"old-{number}"))
+    with pytest.raises(StorageFull) as refusal:
+        await receiver.put("new", tar_of(folder))
+    assert refusal.value.status == 507
+    assert receiver.left() == []
+    assert receiver.catalog.find("new") is None
 
 
 def test_what_is_hidden_on_a_full_disk_is_its_servers_until_it_ends(
@@ -55,7 +43,7 @@ def test_what_is_hidden_on_a_full_disk_is_its_servers_until_it_ends(
 ) -> None:
     folders, folder = UploadFolders(tmp_path), AdapterFolder(write_adapter(tmp_path / "x"))
     with monkeypatch.context() as full:
-        full.setattr(Path, "mkdir", _no_room)
+        full.setattr(Path, "mkdir", no_room)
         folders.hide(folder)
     UploadFolders(tmp_path)  # another server starts
     assert [folder.path] == list(tmp_path.iterdir())
@@ -101,6 +89,5 @@ async def test_what_a_killed_server_left_is_removed_at_the_start(tmp_path: Path,
         async with receiving(other.root):
             left = {path.name for path in other.root.iterdir()}
             assert left == {gone.name, ".caraserve-upload-new", running.name, "new"}
-            assert isinstance(pinned.source, AdapterFolder)
-            assert inspect_adapter(pinned.source.path, SPEC).digest == pinned.digest
+            assert read_digest(pinned) == pinned.digest
     assert not running.exists(), "a server that ends leaves nothing"

@@ -1,10 +1,8 @@
 """Uploads: what is taken, what is refused and why, and that a refused one leaves nothing behind."""
 
 import asyncio
-import errno
 import hashlib
 import json
-import os
 import tarfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -19,10 +17,10 @@ from caraserve.lora.adapter import UploadSource
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
 from caraserve.lora.peft_config import CONFIG_NAME
-from caraserve.lora.uploads import UploadClaims, UploadedAdapter
+from caraserve.lora.uploads import UploadClaims
 from tests.cluster.nodes import until
 from tests.lora.folders import SPEC, tensor_name, tensors_for, write_adapter
-from tests.lora.uploads import LIMIT, entry, in_pieces, receiving, source_path, tar_of
+from tests.lora.uploads import LIMIT, Receiver, arriving, entry, in_pieces, no_room, read_digest, source_path, tar_of
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 END = bytes(1024)
@@ -30,36 +28,33 @@ END = bytes(1024)
 
 @pytest.mark.parametrize("step", [7, 1000, 1 << 20])
 @pytest.mark.parametrize("inside", ["", "./", "checkpoint-1/"])
-async def test_a_tar_becomes_the_adapter_of_its_files(tmp_path: Path, folder: Path, inside: str, step: int) -> None:
-    async with receiving(tmp_path / "root") as receiver:
-        stored = await receiver.put("new", tar_of(folder, inside), step=step)
-        assert stored.is_new
-        assert stored.info.digest == inspect_adapter(folder, SPEC).digest
-        assert receiver.catalog.get("new") is stored.info
-        assert receiver.left() == ["new"]
-        assert (receiver.root / "new" / TENSORS_NAME).read_bytes() == (folder / TENSORS_NAME).read_bytes()
+async def test_a_tar_becomes_the_adapter_of_its_files(receiver: Receiver, folder: Path, inside: str, step: int) -> None:
+    stored = await receiver.put("new", tar_of(folder, inside), step=step)
+    assert stored.is_new
+    assert stored.info.digest == inspect_adapter(folder, SPEC).digest
+    assert receiver.catalog.get("new") is stored.info
+    assert receiver.left() == ["new"]
+    assert (receiver.root / "new" / TENSORS_NAME).read_bytes() == (folder / TENSORS_NAME).read_bytes()
 
 
 @pytest.mark.parametrize(
     "form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT], ids=["pax", "gnu", "ustar"]
 )
-async def test_every_format_of_tar_is_read(tmp_path: Path, folder: Path, form: int) -> None:
-    async with receiving(tmp_path / "root") as receiver:
-        assert (await receiver.put("new", tar_of(folder, form=form))).is_new
+async def test_every_format_of_tar_is_read(receiver: Receiver, folder: Path, form: int) -> None:
+    assert (await receiver.put("new", tar_of(folder, form=form))).is_new
 
 
 @pytest.mark.parametrize("place", ["query", "metadata"])
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "chunked"])
 async def test_a_safetensors_body_has_its_configuration_beside_or_inside(
-    tmp_path: Path, place: str, sized: bool
+    receiver: Receiver, place: str, sized: bool
 ) -> None:
     config = json.dumps(CONFIG)
     body = save(tensors_for(), {"adapter_config": config} if place == "metadata" else None)
     claims = UploadClaims(len(body) if sized else None, config if place == "query" else None)
-    async with receiving(tmp_path / "root") as receiver:
-        stored = await receiver.put("new", body, claims)
-        assert json.loads((receiver.root / "new" / CONFIG_NAME).read_text()) == CONFIG
-        assert stored.info.rank == 4
+    stored = await receiver.put("new", body, claims)
+    assert json.loads((receiver.root / "new" / CONFIG_NAME).read_text()) == CONFIG
+    assert stored.info.rank == 4
 
 
 def member(name: str) -> Callable[[Path], bytes]:
@@ -108,22 +103,21 @@ BAD: dict[str, tuple[Callable[[Path], bytes], str]] = {
 
 @pytest.mark.parametrize("kind", BAD)
 async def test_a_body_that_cannot_be_served_is_refused_with_the_reason_and_leaves_nothing(
-    tmp_path: Path, kind: str
+    receiver: Receiver, tmp_path: Path, kind: str
 ) -> None:
     make, reason = BAD[kind]
     body = make(write_adapter(tmp_path / "made"))
-    async with receiving(tmp_path / "root") as receiver:
-        with pytest.raises(AdapterRejected) as refusal:
-            await receiver.put("new", body)
-        assert reason in refusal.value.message
-        assert receiver.left() == []
-        assert receiver.catalog.all() == []
-        await receiver.put("new", tar_of(write_adapter(tmp_path / "good")))
+    with pytest.raises(AdapterRejected) as refusal:
+        await receiver.put("new", body)
+    assert reason in refusal.value.message
+    assert receiver.left() == []
+    assert receiver.catalog.all() == []
+    await receiver.put("new", tar_of(write_adapter(tmp_path / "good")))
 
 
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "chunked"])
 @pytest.mark.parametrize("kind", ["tar", "safetensors", "zeros"])
-async def test_a_body_larger_than_can_be_served_is_refused_early(tmp_path: Path, kind: str, sized: bool) -> None:
+async def test_a_body_larger_than_can_be_served_is_refused_early(receiver: Receiver, kind: str, sized: bool) -> None:
     large = {"x": np.zeros(LIMIT, np.float32)}
     tar = entry(CONFIG_NAME, b"{}") + entry(TENSORS_NAME, save(large))
     body = {"tar": tar, "safetensors": save(large), "zeros": bytes(6 * LIMIT)}[kind]
@@ -135,184 +129,124 @@ async def test_a_body_larger_than_can_be_served_is_refused_early(tmp_path: Path,
             taken += len(piece)
             yield piece
 
-    async with receiving(tmp_path / "root") as receiver:
-        with pytest.raises(PayloadTooLarge):
-            await receiver.uploads.put("new", pieces(), UploadClaims(len(body) if sized else None))
-        assert taken < len(body)
-        assert receiver.left() == []
+    with pytest.raises(PayloadTooLarge):
+        await receiver.uploads.put("new", pieces(), UploadClaims(len(body) if sized else None))
+    assert taken < len(body)
+    assert receiver.left() == []
 
 
 @pytest.mark.parametrize("right", [True, False])
-async def test_a_checksum_decides(tmp_path: Path, folder: Path, right: bool) -> None:
+async def test_a_checksum_decides(receiver: Receiver, folder: Path, right: bool) -> None:
     body = tar_of(folder)
     digest = hashlib.sha256(body if right else body[:-1]).digest()
     claims = UploadClaims(len(body), checksums=(("Content-Digest", digest),))
-    async with receiving(tmp_path / "root") as receiver:
-        if right:
-            assert (await receiver.put("new", body, claims)).is_new
-            return
-        with pytest.raises(AdapterRejected) as refusal:
-            await receiver.put("new", body, claims)
-        assert refusal.value.param == "Content-Digest"
-        assert receiver.left() == []
+    if right:
+        assert (await receiver.put("new", body, claims)).is_new
+        return
+    with pytest.raises(AdapterRejected) as refusal:
+        await receiver.put("new", body, claims)
+    assert refusal.value.param == "Content-Digest"
+    assert receiver.left() == []
 
 
-async def test_a_safetensors_file_without_a_configuration_is_refused_when_its_header_has_come(tmp_path: Path) -> None:
+async def test_a_safetensors_file_without_a_configuration_is_refused_with_its_header(
+    receiver: Receiver,
+) -> None:
     body = save(tensors_for())
 
     async def header() -> AsyncIterator[bytes]:
         yield body[:4000]
         await asyncio.Event().wait()
 
-    async with receiving(tmp_path / "root") as receiver:
-        with pytest.raises(AdapterRejected, match=r"\?config=JSON"):
-            await receiver.uploads.put("new", header(), UploadClaims(len(body)))
-        with pytest.raises(AdapterRejected, match="not valid JSON"):
-            await receiver.put("new", body, UploadClaims(len(body), "{\udc80"))
+    with pytest.raises(AdapterRejected, match=r"\?config=JSON"):
+        await receiver.uploads.put("new", header(), UploadClaims(len(body)))
+    with pytest.raises(AdapterRejected, match="not valid JSON"):
+        await receiver.put("new", body, UploadClaims(len(body), "{\udc80"))
 
 
-async def test_an_adapter_that_requests_wait_for_is_checked_like_any_other(tmp_path: Path) -> None:
+async def test_an_adapter_that_requests_wait_for_is_checked_like_any_other(receiver: Receiver, tmp_path: Path) -> None:
     """Its tensors are checked as they arrive."""
     huge = {name: values * np.float32(1e20) for name, values in tensors_for().items()}
     body = tar_of(write_adapter(tmp_path / "huge", tensors=huge))
-    go, results = asyncio.Event(), list[object]()
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield body[:-4000]
-        await go.wait()
-        yield body[-4000:]
-
-    async with receiving(tmp_path / "root") as receiver:
-        upload = asyncio.create_task(receiver.uploads.put("new", pieces(), UploadClaims(len(body))))
-        await until(lambda: receiver.catalog.find("new") is not None)
-        receiver.uploads.reader.read(receiver.catalog.pin("new").source, aligned_bytes(LIMIT), results.append)
-        go.set()
-        with pytest.raises(AdapterRejected, match="their product may reach"):
-            await upload
-        await until(lambda: len(results) == 1)
-        assert isinstance(results[0], Unreachable)
+    upload, results = await arriving(receiver, body), list[object]()
+    receiver.uploads.reader.read(receiver.catalog.pin("new").source, aligned_bytes(LIMIT), results.append)
+    with pytest.raises(AdapterRejected, match="their product may reach"):
+        await upload.end()
+    await until(lambda: len(results) == 1)
+    assert isinstance(results[0], Unreachable)
 
 
-async def test_an_upload_whose_client_leaves_leaves_nothing(tmp_path: Path, folder: Path) -> None:
-    waiting = asyncio.Event()
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield tar_of(folder)[:5000]
-        waiting.set()
-        await asyncio.Event().wait()
-
-    async with receiving(tmp_path / "root") as receiver:
-        upload = asyncio.create_task(receiver.uploads.put("new", pieces(), UploadClaims()))
-        await waiting.wait()
-        assert len(receiver.left()) == 1
-        upload.cancel()
-        await asyncio.wait([upload])
-        assert receiver.left() == []
-        assert (await receiver.put("new", tar_of(folder))).is_new
+async def test_an_upload_whose_client_leaves_leaves_nothing(receiver: Receiver, folder: Path) -> None:
+    upload = (await arriving(receiver, tar_of(folder))).upload
+    assert len(receiver.left()) == 1
+    upload.cancel()
+    await asyncio.wait([upload])
+    assert receiver.left() == []
+    assert (await receiver.put("new", tar_of(folder))).is_new
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "broken"])
 async def test_the_last_of_two_instances_to_complete_an_upload_of_one_name_gives_it(
-    tmp_path: Path, folder: Path, is_whole: bool
+    receiver: Receiver, folder: Path, is_whole: bool
 ) -> None:
-    arrived, go = asyncio.Event(), asyncio.Event()
-    body = tar_of(folder)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield body[:-4000]
-        arrived.set()
-        await go.wait()
-        if is_whole:
-            yield body[-4000:]
-
-    async with receiving(tmp_path / "root") as receiver:
-        catalog = receiver.catalog
-        upload = asyncio.create_task(receiver.uploads.put("new", pieces(), UploadClaims(len(body))))
-        await arrived.wait()
-        pinned = catalog.pin("new")
-        assert isinstance(pinned.source, UploadSource)
-        catalog.adopt("new", "f" * 64, 8, 1000)  # the other instance has been faster
-        assert catalog.get("new").digest == "f" * 64
-        go.set()
-        (result,) = await asyncio.gather(upload, return_exceptions=True)
-        expected = result.info.digest if isinstance(result, UploadedAdapter) else "f" * 64
-        assert isinstance(result, UploadedAdapter) == is_whole
-        assert (catalog.get("new").digest, catalog.pin("new").digest) == (expected, expected)
-        assert pinned.digest == expected or not is_whole, "a request that came before has the adapter of this upload"
-        assert receiver.left() == (["new"] if is_whole else [])
-
-
-async def test_a_name_is_replaced_and_its_requests_keep_the_old_files_until_they_end(
-    tmp_path: Path, folder: Path
-) -> None:
-    other = write_adapter(tmp_path / "other", {"lora_alpha": 9})
-    async with receiving(tmp_path / "root") as receiver:
-        first = await receiver.put("new", tar_of(folder))
-        pinned = receiver.catalog.pin("new")
-        second = await receiver.put("new", tar_of(other))
-        assert not second.is_new
-        assert receiver.catalog.get("new").digest == second.info.digest != first.info.digest
-        assert inspect_adapter(receiver.root / "new", SPEC).digest == second.info.digest
-        assert isinstance(pinned.source, AdapterFolder)
-        assert inspect_adapter(pinned.source.path, SPEC).digest == first.info.digest
-        receiver.catalog.manager.unpin(pinned)
-        await until(lambda: receiver.left() == ["new"])
+    catalog, upload = receiver.catalog, await arriving(receiver, tar_of(folder), is_whole=is_whole)
+    pinned = catalog.pin("new")
+    assert isinstance(pinned.source, UploadSource)
+    catalog.adopt("new", "f" * 64, 8, 1000)  # the other instance has been faster
+    assert catalog.get("new").digest == "f" * 64
+    (result,) = await asyncio.gather(upload.end(), return_exceptions=True)
+    expected = result if isinstance(result, str) else "f" * 64
+    assert isinstance(result, str) == is_whole
+    assert (catalog.get("new").digest, catalog.pin("new").digest) == (expected, expected)
+    assert pinned.digest == expected or not is_whole, "a request that came before has the adapter of this upload"
+    assert receiver.left() == (["new"] if is_whole else [])
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
 @pytest.mark.parametrize("how", ["deleted", "replaced", "elsewhere"])
 async def test_the_same_bytes_under_another_name_stay_when_a_name_changes(
-    tmp_path: Path, folder: Path, how: str, is_first: bool
+    receiver: Receiver, tmp_path: Path, folder: Path, how: str, is_first: bool
 ) -> None:
     names = ["changing", "staying"] if is_first else ["staying", "changing"]
-    async with receiving(tmp_path / "root") as receiver:
-        for name in names:
-            await receiver.put(name, tar_of(folder))
-        if how == "deleted":
-            await receiver.delete("changing")
-        elif how == "elsewhere":
-            digest = receiver.catalog.get("changing").digest
-            receiver.catalog.adopt("changing", "f" * 64, 8, 1000)
-            await receiver.uploads.discard("changing", digest)
-        else:
-            await receiver.put("changing", tar_of(write_adapter(tmp_path / "other", {"lora_alpha": 9})))
-        await until(lambda: receiver.left() == sorted(["staying", *(["changing"] if how == "replaced" else [])]))
-        assert source_path(receiver, "staying") == receiver.root / "staying"
-
-
-def _no_room(*arguments: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for name in names:
+        await receiver.put(name, tar_of(folder))
+    if how == "deleted":
+        await receiver.delete("changing")
+    elif how == "elsewhere":
+        digest = receiver.catalog.get("changing").digest
+        receiver.catalog.adopt("changing", "f" * 64, 8, 1000)
+        await receiver.uploads.discard("changing", digest)
+    else:
+        await receiver.put("changing", tar_of(write_adapter(tmp_path / "other", {"lora_alpha": 9})))
+    await until(lambda: receiver.left() == sorted(["staying", *(["changing"] if how == "replaced" else [])]))
+    assert source_path(receiver, "staying") == receiver.root / "staying"
 
 
 @pytest.mark.parametrize("failing", ["registry", "disk"])
 async def test_an_upload_that_cannot_be_stored_leaves_the_adapter_whose_place_it_would_take(
-    tmp_path: Path, folder: Path, failing: str, monkeypatch: pytest.MonkeyPatch
+    receiver: Receiver, tmp_path: Path, folder: Path, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = write_adapter(tmp_path / "other", {"lora_alpha": 9})
-    async with receiving(tmp_path / "root") as receiver:
-        first = await receiver.put("new", tar_of(folder))
-        if failing == "registry":
-            receiver.registry.close()
-        else:
-            monkeypatch.setattr(AdapterFolder, "exchange", _no_room)
-        with pytest.raises(CaraServeError, match="registry" if failing == "registry" else "cannot be stored"):
-            await receiver.put("new", tar_of(other))
-        adapter = receiver.catalog.pin("new")
-        assert isinstance(adapter.source, AdapterFolder)
-        assert inspect_adapter(adapter.source.path, SPEC).digest == adapter.digest == first.info.digest
-        assert receiver.left() == ["new"]
+    first = await receiver.put("new", tar_of(folder))
+    if failing == "registry":
+        receiver.registry.close()
+    else:
+        monkeypatch.setattr(AdapterFolder, "exchange", no_room)
+    with pytest.raises(CaraServeError, match="registry" if failing == "registry" else "cannot be stored"):
+        await receiver.put("new", tar_of(other))
+    adapter = receiver.catalog.pin("new")
+    assert read_digest(adapter) == adapter.digest == first.info.digest
+    assert receiver.left() == ["new"]
 
 
-async def test_the_same_bytes_again_change_nothing(tmp_path: Path, folder: Path) -> None:
-    async with receiving(tmp_path / "root") as receiver:
-        first = await receiver.put("new", tar_of(folder))
-        again = await receiver.put("new", tar_of(folder))
-        assert (again.is_new, again.info) == (False, first.info)
-        assert receiver.left() == ["new"]
+async def test_the_same_bytes_again_change_nothing(receiver: Receiver, folder: Path) -> None:
+    first = await receiver.put("new", tar_of(folder))
+    again = await receiver.put("new", tar_of(folder))
+    assert (again.is_new, again.info) == (False, first.info)
+    assert receiver.left() == ["new"]
 
 
-async def test_without_a_root_uploads_are_refused_with_advice(tmp_path: Path, folder: Path) -> None:
-    async with receiving(tmp_path / "root") as receiver:
-        receiver.uploads._root = None
-        with pytest.raises(Forbidden, match="--adapters-dir"):
-            await receiver.put("new", tar_of(folder))
+async def test_without_a_root_uploads_are_refused_with_advice(receiver: Receiver, folder: Path) -> None:
+    receiver.uploads._root = None
+    with pytest.raises(Forbidden, match="--adapters-dir"):
+        await receiver.put("new", tar_of(folder))

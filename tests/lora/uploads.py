@@ -1,6 +1,7 @@
 """Bodies of uploads, and what receives them, over a backend that is never used."""
 
 import asyncio
+import errno
 import io
 import os
 import tarfile
@@ -9,14 +10,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from caraserve.lora.adapter import Adapter
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.folder_contents import TENSORS_NAME
+from caraserve.lora.peft import inspect_adapter
 from caraserve.lora.registry import Registry
 from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.uploads import AdapterUploads, UploadClaims, UploadedAdapter
+from tests.cluster.nodes import until
 from tests.lora.folders import SPEC
 from tests.lora.test_catalog import catalog
 
@@ -79,6 +83,43 @@ class Elsewhere:
 
     async def _answer(self) -> bool:
         return self._keeps_files
+
+
+class Arriving:
+    """An upload of `new` of which all but the last 4,000 bytes have been sent. `is_whole`: whether they come at all."""
+
+    def __init__(self, receiver: Receiver, body: bytes, *, is_whole: bool = True) -> None:
+        self._start, self._rest, self._go = body[:-4000], body[-4000:] if is_whole else b"", asyncio.Event()
+        self.upload = asyncio.create_task(receiver.uploads.put("new", self._pieces(), UploadClaims(len(body))))
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        yield self._start
+        await self._go.wait()
+        if self._rest:
+            yield self._rest
+
+    async def end(self) -> str:
+        """Sends the rest. Returns the adapter's digest."""
+        self._go.set()
+        return (await self.upload).info.digest
+
+
+async def arriving(receiver: Receiver, body: bytes, *, is_whole: bool = True) -> Arriving:
+    """Returns an upload once requests may name its adapter."""
+    slow = Arriving(receiver, body, is_whole=is_whole)
+    await until(lambda: receiver.catalog.find("new") is not None)
+    return slow
+
+
+def read_digest(adapter: Adapter) -> str:
+    """Returns the digest of the files from which an adapter is read."""
+    assert isinstance(adapter.source, AdapterFolder)
+    return inspect_adapter(adapter.source.path, SPEC).digest
+
+
+def no_room(*arguments: object, **options: object) -> None:
+    """Fails as a write to a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def left_in(root: Path) -> list[str]:

@@ -12,8 +12,8 @@ import pytest
 from caraserve.core.lora_layout import aligned_bytes
 from caraserve.errors import AdapterRejected
 from caraserve.lora import kinds
-from caraserve.lora.arriving_image import ArrivingImage
 from caraserve.lora.peft import TENSORS_NAME, inspect_adapter, specify
+from caraserve.lora.upload_stream import ArrivingImage
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFile

@@ -10,7 +10,6 @@ survives lost and reordered frames, and no recording passes it, because none rep
 
 from collections import deque
 from collections.abc import Iterable
-from enum import Enum
 
 from msgspec.structs import replace
 
@@ -33,10 +32,6 @@ _FIRST = 0.8  # of `handshake_s`: the dialling side gives up first, so that both
 _MAX_BAD = 16  # frames that do not verify or decode; after that the connection is dropped too
 _MAX_STRANGERS = 2 * MAX_LIVE  # accepted connections that are not in session yet
 _MAX_ACCEPTED = 4 * MAX_LIVE  # accepted connections
-
-
-class Ignored(Enum):
-    STALE = "a repetition, or it came before the session"
 
 
 class Connection:
@@ -74,13 +69,14 @@ class Connection:
 
     # ---- receiving
 
-    def open(self, frame: bytes, now: float) -> Message | Malformed | Ignored:
-        """Verifies and decodes a frame. Returns its message, or why there is none."""
-        message: Message | Malformed | Ignored
+    def open(self, frame: bytes, now: float) -> Message | Malformed | None:
+        """Verifies and decodes a frame. Returns its message, or why it has none; None for a frame that does not count:
+        a repetition, one that came before the session, or one of a barred peer."""
+        message: Message | Malformed | None
         if frame[:1] == HELLO_FRAME:
             message = self._open_hello(frame)
         elif frame[:1] == SESSION_FRAME and not self.up:
-            return Ignored.STALE  # its Hello was lost or comes later; both will be sent again
+            return None  # its Hello was lost or comes later; both will be sent again
         else:
             message = self._open_session(frame)
         if isinstance(message, Malformed):
@@ -88,8 +84,8 @@ class Connection:
             if self._bad > _MAX_BAD:
                 self.close("its frames do not verify" if self.peer else UNKNOWN_SECRET)
         elif self.barred and not isinstance(message, Refuse):
-            return Ignored.STALE
-        elif not isinstance(message, Ignored):
+            return None
+        elif message is not None:
             self.heard_s = now
         return message
 
@@ -116,7 +112,7 @@ class Connection:
             return message
         return Malformed("a message that belongs into a session")
 
-    def _open_session(self, frame: bytes) -> Message | Malformed | Ignored:
+    def _open_session(self, frame: bytes) -> Message | Malformed | None:
         # The key that verified last is tried first: otherwise, with two secrets, a frame may cost two hashes.
         opened = verify_frame(SESSION_FRAME, (self._verify_key,), frame) if self._verify_key else None
         for key in () if opened else self._verify_keys:
@@ -127,7 +123,7 @@ class Connection:
         if opened is None:
             return Malformed("a frame that is not signed for this connection")
         if not self._window.is_new(opened[0]):
-            return Ignored.STALE
+            return None
         message = decode(opened[1])
         return Malformed("a greeting inside a session") if isinstance(message, Hello | Refuse) else message
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
@@ -77,11 +78,7 @@ class PeerClient:
         """Gets a body of chunks of these sizes into `into`, which is as long. `hashes`: SHA-256 of each chunk. Calls
         `on_verified` on this event loop for each chunk with the right hash, in order; its bytes do not change any more.
         Returns why the next chunk failed, or None."""
-        loop = asyncio.get_running_loop()
-
-        def note_verified() -> None:
-            loop.call_soon_threadsafe(on_verified)
-
+        note_verified = partial(asyncio.get_running_loop().call_soon_threadsafe, on_verified)
         return await self._on_thread(self._chunks(address, path, sizes, hashes, into, note_verified))
 
     async def close(self) -> None:
@@ -162,7 +159,7 @@ class PeerClient:
         sizes: Sequence[int],
         hashes: Sequence[bytes],
         into: memoryview,
-        on_verified: Callable[[], None],
+        on_verified: Callable[[], object],
     ) -> TransferFailure | None:
         count = at = checked = 0
         try:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from caraserve.cluster.membership import messages
 from caraserve.cluster.membership.anti_entropy import AntiEntropy
 from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.membership.connection import Connection, Ignored, limit_accepted, should_replace
+from caraserve.cluster.membership.connection import Connection, limit_accepted, should_replace
 from caraserve.cluster.membership.dialer import Dialer
 from caraserve.cluster.membership.events import (
     CLUSTER_FULL,
@@ -95,9 +95,11 @@ class ClusterProtocol:
         self._spare.pop(connection_id, None)
         if gone is not None and gone.peer is not None and self._peers.get(gone.peer.name) is gone:
             self._end_session(gone)
-            if (spare := self._spare_connection(gone.peer.name)) is not None:
-                self._peers[gone.peer.name] = spare
-                del self._spare[spare.number]
+            spares = [self._connections[number] for number in self._spare]
+            usable = [one for one in spares if one.closing is None and one.peer and one.peer.name == gone.peer.name]
+            if usable:
+                self._peers[gone.peer.name] = usable[0]
+                del self._spare[usable[0].number]
             elif self.members.me.state != MemberState.LEFT:  # a leaving instance suspects no peer
                 self.members.lost(gone.peer.name, now)
         self._settle()
@@ -114,7 +116,7 @@ class ClusterProtocol:
             elif isinstance(message, messages.Refuse):
                 if message.echo == source.nonce:
                     self._refused(source, message.reason, now)
-            elif not isinstance(message, Ignored) and source.peer is not None:
+            elif message is not None and source.peer is not None:
                 self.members.heard(source.peer.name, source.peer.address, now)
                 self._handle(source, source.peer.name, message, now)
         self._settle()
@@ -125,7 +127,10 @@ class ClusterProtocol:
             self._wall_offset_ms = wall_ms - now * 1000
         if self.members.me.state != MemberState.LEFT:
             self._take_part(now)
-        self._watch_connections(now)
+        for connection in self._connections.values():
+            connection.watch(self._settings, now)
+            if now - self._spare.get(connection.number, now) > self._settings.spare_s:
+                connection.close("another connection to it is in use")
         self._settle()
 
     def _take_part(self, now: float) -> None:
@@ -283,21 +288,10 @@ class ClusterProtocol:
         self._peers[hello.name] = connection
         connection.send(self._sync(answer=False))
 
-    def _spare_connection(self, name: str) -> Connection | None:
-        """Returns the spare connection to an instance, or None."""
-        spare = (self._connections[number] for number in self._spare)
-        return next((one for one in spare if one.closing is None and one.peer and one.peer.name == name), None)
-
     def _end_session(self, connection: Connection) -> None:
         if connection.peer is not None and self._peers.get(connection.peer.name) is connection:
             del self._peers[connection.peer.name]
             self._anti_entropy.lost(connection.peer.name)
-
-    def _watch_connections(self, now: float) -> None:
-        for connection in self._connections.values():
-            connection.watch(self._settings, now)
-            if now - self._spare.get(connection.number, now) > self._settings.spare_s:
-                connection.close("another connection to it is in use")
 
     def _settle(self) -> None:
         """Turns events of the member table and of connections into outputs."""
@@ -337,13 +331,7 @@ class ClusterProtocol:
             case messages.PeerQuery():
                 self._outputs.append(QueryReceived(name, message))
 
-    def _take_view(
-        self,
-        connection: Connection,
-        name: str,
-        message: messages.Heartbeat | messages.Sync | messages.Leave,
-        now: float,
-    ) -> None:
+    def _take_view(self, connection: Connection, name: str, message: messages.Message, now: float) -> None:
         match message:
             case messages.Heartbeat(record, sequence, load, registry_root, advertised_root, updates) if (
                 record.name == name
@@ -367,20 +355,18 @@ class ClusterProtocol:
                 self._merge((MemberUpdate(record, ""),), now)
                 connection.close("it leaves")
 
-    def _take_probe(
-        self,
-        connection: Connection,
-        name: str,
-        message: messages.Ping | messages.PingRequest | messages.Ack | messages.Nack,
-        now: float,
-    ) -> None:
+    def _take_probe(self, connection: Connection, name: str, message: messages.Message, now: float) -> None:
         match message:
             case messages.Ping(number, updates):
                 self._merge(updates, now)
                 connection.send(messages.Ack(number, self.members.me))
             case messages.PingRequest(number, target, updates):
                 self._merge(updates, now)
-                self._relay(name, number, target, now)
+                ping = self._relays.start(name, number, now) if target in self._peers else None
+                if ping is None:
+                    self._send(name, messages.Nack(number))
+                else:
+                    self._send(target, messages.Ping(ping, self.members.updates(target)))
             case messages.Ack(number, record):
                 asker, asked = self._relays.answered(number)
                 self._send(asker, messages.Ack(asked, record))
@@ -397,13 +383,6 @@ class ClusterProtocol:
             question = self._anti_entropy.on_root(name, owner, root, now)
             if question is not None:
                 connection.send(question)
-
-    def _relay(self, asker: str, asked: int, target: str, now: float) -> None:
-        number = self._relays.start(asker, asked, now) if target in self._peers else None
-        if number is None:
-            self._send(asker, messages.Nack(asked))
-        else:
-            self._send(target, messages.Ping(number, self.members.updates(target)))
 
     def _send_heartbeats(self) -> None:
         self._sequence += 1

@@ -58,11 +58,6 @@ class MemberRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return (self.epoch, self.incarnation, self.state, self.address)
 
 
-def newer_record(one: MemberRecord, other: MemberRecord) -> MemberRecord:
-    """Returns the greater of two records. The operation is commutative, associative and idempotent."""
-    return max(one, other, key=lambda record: record.order)
-
-
 class MemberUpdate(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A record that is passed on from instance to instance, attached to other messages."""
 
@@ -202,12 +197,9 @@ class MemberTable:
             if (by_sync or heard) and record.order[:2] >= member.record.order[:2]:
                 record = replace(record, state=MemberState.SUSPECT)
                 update = MemberUpdate(record, update.suspected_by or self.me.name)
-        if newer_record(record, member.record) is not member.record and record != member.record:
-            if (
-                member.record.state >= MemberState.DEAD
-                and record.state < MemberState.DEAD
-                and not self.admits(record.name)
-            ):
+        if record.order > member.record.order:
+            comes_back = member.record.state >= MemberState.DEAD > record.state
+            if comes_back and not self.admits(record.name):
                 self.refused_names += 1
                 return
             self._set(member, record, now, accuser=update.suspected_by)
@@ -396,16 +388,11 @@ class MemberTable:
         self._spread(MemberUpdate(self.me, ""))
 
     def _spread(self, update: MemberUpdate) -> None:
-        if (
-            update.record.state != MemberState.SUSPECT
-            or (old := self._queued(update.record.name)) is None
-            or old != update.record
-        ):
-            self._unspread(update.record.name)
-        self._queue[update.record.name, update.suspected_by] = (update, 0)
-
-    def _queued(self, name: str) -> MemberRecord | None:
-        return next((update.record for (about, _), (update, _) in self._queue.items() if about == name), None)
+        name = update.record.name
+        queued = next((one.record for (about, _), (one, _) in self._queue.items() if about == name), None)
+        if update.record.state != MemberState.SUSPECT or queued != update.record:
+            self._unspread(name)
+        self._queue[name, update.suspected_by] = (update, 0)
 
     def _unspread(self, name: str) -> None:
         for key in [key for key in self._queue if key[0] == name]:

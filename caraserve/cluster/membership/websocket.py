@@ -132,7 +132,9 @@ class WebSocketTransport:
         here = _Socket(next(self._connection_ids), stream)
         self._tasks.add(task)
         self._open[here.connection_id] = here
-        _on_kernel_socket(stream, _give_up_early)
+        # The kernel ends connections to a machine that has vanished, which acknowledges nothing.
+        option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS
+        _on_kernel_socket(stream, lambda raw: raw.setsockopt(*option))
         self._ends.connected(here.connection_id, dialled)
         writer = asyncio.create_task(self._write(here), name="cluster writer")
         writer.add_done_callback(log_defect)
@@ -176,22 +178,13 @@ async def _finished(writer: "asyncio.Task[None]", here: _Socket) -> None:
     finally:
         if not writer.done():
             writer.cancel()
-            _on_kernel_socket(here.stream, _cut)
+            _on_kernel_socket(here.stream, lambda raw: raw.shutdown(socket.SHUT_RDWR))
 
 
 def _on_kernel_socket(stream: _WebSocket, action: Callable[[socket.socket], None]) -> None:
-    """Applies an option that asyncio's transports do not offer; ignores connections that are gone."""
+    """Does what asyncio's transports do not offer; ignores connections that are gone."""
     shown = stream.get_extra_info("socket")
     with contextlib.suppress(OSError):
         if shown is not None:
             with socket.socket(fileno=os.dup(shown.fileno())) as raw:
                 action(raw)
-
-
-def _give_up_early(raw: socket.socket) -> None:
-    """Lets the kernel end connections to a machine that has vanished, which acknowledges nothing."""
-    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
-
-
-def _cut(raw: socket.socket) -> None:
-    raw.shutdown(socket.SHUT_RDWR)

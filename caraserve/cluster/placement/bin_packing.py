@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from caraserve.cluster.placement.cold_adapters import AdapterTable, ColdAdapters, Places, ServerLoad
-from caraserve.cluster.routing.placement_plan import PlacementPlan, mixed, word
-from caraserve.cluster.routing.shares import Integers, Shares
+from caraserve.cluster.routing.placement_plan import Integers, PlacementPlan, Shares, mixed, word
 
 _LEVEL_PLACE = attrgetter("level", "place")
 _LEAST = 0.01

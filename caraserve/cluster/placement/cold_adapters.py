@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from caraserve.cluster.placement.plan import Server
-from caraserve.cluster.routing.placement_plan import mixed, words
-from caraserve.cluster.routing.shares import Floats, Integers, Shares
+from caraserve.cluster.routing.placement_plan import Floats, Integers, Shares, mixed, words
 
 Places = np.ndarray[Any, np.dtype[np.integer[Any]]]
 """Instances of adapters, by index: a row for each adapter, its home first."""

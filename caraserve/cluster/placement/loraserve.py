@@ -28,8 +28,7 @@ import numpy as np
 from caraserve.cluster.placement.bin_packing import Packing, PlacementOptions
 from caraserve.cluster.placement.cold_adapters import AdapterTable, ServerLoad
 from caraserve.cluster.placement.plan import AdapterDemand, Server, contiguous_plan, random_plan
-from caraserve.cluster.routing.placement_plan import PlacementPlan, word
-from caraserve.cluster.routing.shares import Shares
+from caraserve.cluster.routing.placement_plan import PlacementPlan, Shares, word
 
 
 def place(

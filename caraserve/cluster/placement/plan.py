@@ -17,8 +17,7 @@ import msgspec
 import orjson
 from msgspec import Meta
 
-from caraserve.cluster.routing.placement_plan import PlacementPlan, homes, rendezvous
-from caraserve.cluster.routing.shares import Share, Shares
+from caraserve.cluster.routing.placement_plan import PlacementPlan, Share, Shares, homes, rendezvous
 
 MAX_PLAN_BYTES = 64 << 20  # 40,000 adapters with two copies each take 1.4 MB, 0.2 MB packed
 

@@ -75,10 +75,11 @@ class Publisher:
             self._unannounced.discard(info.name)
             if self._engine.catalog.find_whole(info.name) is not info:
                 continue
-            given_s = self._member.last_changed_s(info.name)
-            if given_s is not None and given_s > info.created_s and not self._means(info.name, info.digest):
+            given_s, meant = self._member.last_changed_s(info.name), self._member.adapter(info.name)
+            is_other = meant is None or meant.digest != info.digest
+            if given_s is not None and given_s > info.created_s and is_other:
                 self.advertise(info.digest, Tier.DISK)
-                self.apply_registry_changes({info.name: self._member.adapter(info.name)})
+                self.apply_registry_changes({info.name: meant})
             else:
                 self.changed(info.name, info)
         publish_speed(self._member, self._drift.model if self._drift else None, self._links)
@@ -219,10 +220,6 @@ class Publisher:
             mean = (tokens - self._answered[1]) / new
             self._response_tokens += _MEMORY * (max(1.0, mean) - self._response_tokens)
         self._answered = count, tokens
-
-    def _means(self, name: str, digest: str) -> bool:
-        adapter = self._member.adapter(name)
-        return adapter is not None and adapter.digest == digest
 
     async def _unload(self, name: str) -> None:
         self._unloading.add(name)

@@ -258,32 +258,19 @@ class AdapterPool:
         counts, store = self.downloader.counts, self.store
         ends = [(f'outcome="ok",{labels}', counts.fetched), (f'outcome="failed",{labels}', counts.failed)]
         yield family("caraserve:adapter_fetches_total", "counter", "Adapters downloaded from other instances.", ends)
-        for name, kind, text, value in (
-            ("adapter_fetches_running", "gauge", "Downloads in progress.", self.downloader.in_progress),
-            ("adapter_fetched_bytes_total", "counter", "Bytes of adapters downloaded.", counts.num_bytes),
-            ("adapter_fetch_seconds_total", "counter", "Time that downloads took.", counts.seconds),
-            ("adapter_corrupt_chunks_total", "counter", "Downloaded chunks with a wrong hash.", counts.corrupt),
-            ("adapter_sent_bytes_total", "counter", "Bytes of adapters sent to others.", store.uploads.sent_bytes),
-            (
-                "adapter_uploads_refused_total",
-                "counter",
-                "Uploads refused because too many were in progress.",
-                store.uploads.refusals,
-            ),
-            ("adapters_held", "gauge", "Adapters whose bytes this instance holds.", store.num_held),
-            ("adapters_stored_bytes", "gauge", "Bytes in the disk cache of adapters.", store.stored_bytes),
-            (
-                "adapter_cache_full_total",
-                "counter",
-                "Downloaded adapters that the disk had no room for.",
-                store.cache_full,
-            ),
-            (
-                "adapter_announce_failures_total",
-                "counter",
-                "Held adapters that could not be announced.",
-                store.announce_failures,
-            ),
-            ("adapters_deleted_total", "counter", "Adapters deleted from the disk cache.", store.deleted),
+        sent_bytes, refusals = store.uploads.sent_bytes, store.uploads.refusals
+        for name, text, value in (
+            ("adapter_fetches_running", "Downloads in progress.", self.downloader.in_progress),
+            ("adapter_fetched_bytes_total", "Bytes of adapters downloaded.", counts.num_bytes),
+            ("adapter_fetch_seconds_total", "Time that downloads took.", counts.seconds),
+            ("adapter_corrupt_chunks_total", "Downloaded chunks with a wrong hash.", counts.corrupt),
+            ("adapter_sent_bytes_total", "Bytes of adapters sent to others.", sent_bytes),
+            ("adapter_uploads_refused_total", "Uploads refused because too many were in progress.", refusals),
+            ("adapters_held", "Adapters whose bytes this instance holds.", store.num_held),
+            ("adapters_stored_bytes", "Bytes in the disk cache of adapters.", store.stored.num_bytes),
+            ("adapter_cache_full_total", "Downloaded adapters that the disk had no room for.", store.cache_full),
+            ("adapter_announce_failures_total", "Held adapters that could not be announced.", store.announce_failures),
+            ("adapters_deleted_total", "Adapters deleted from the disk cache.", store.deleted),
         ):
+            kind = "counter" if name.endswith("_total") else "gauge"
             yield family(f"caraserve:{name}", kind, text, [(labels, value)])

@@ -64,7 +64,7 @@ class AdapterStore:
         self.uploads = UploadServer(manager, self._read_own, self._on_upload_failure, lambda: member.keys)
         self.cache_full = self.announce_failures = self.deleted = 0
         self._member, self._publisher, self._manager, self._reader = member, publisher, manager, reader
-        self._stored, self._most_bytes, self._now = stored, most_bytes, now
+        self.stored, self._most_bytes, self._now = stored, most_bytes, now
         self._leases = DeleteLeases()
         self._planned: Container[str] = ()  # names that the plan places here
         self._stamps: dict[str, str] = {}  # of files in folders, when they had those bytes
@@ -82,7 +82,7 @@ class AdapterStore:
     def begin(self) -> None:
         """Starts, once the member has: advertises the adapters in the disk cache, and keeps them for 30 s, as an
         earlier run may have promised."""
-        digests = self._stored.digests()
+        digests = self.stored.digests()
         self._leases.restore(digests, _PROMISE_S, self._now())
         self._tasks.start(self._advertise_all(digests), "cluster holdings")
 
@@ -103,7 +103,7 @@ class AdapterStore:
         """Ends all work in progress."""
         await self._tasks.end()
         await asyncio.get_running_loop().run_in_executor(None, self._disk.shutdown)
-        self._stored.close()
+        self.stored.close()
 
     # --- adapters held ---
 
@@ -112,18 +112,9 @@ class AdapterStore:
         """Number of adapters held."""
         return len(self._leases.digests())
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes in the disk cache."""
-        return self._stored.num_bytes
-
     def holds(self, digest: str) -> bool:
         """Whether an adapter's bytes are on disk here and verified, so that other instances may rely on them."""
         return self._leases.has(digest)
-
-    def stored_digests(self) -> list[str]:
-        """Returns the digests in the disk cache, the least recently used first."""
-        return self._stored.digests()
 
     def set_planned(self, names: Container[str]) -> None:
         """Takes the names of the adapters that the plan places here; they stay in the disk cache."""
@@ -180,10 +171,10 @@ class AdapterStore:
 
     async def stored_image(self, digest: str, into: NDArray[np.uint8]) -> HostAdapter | None:
         """Reads an adapter from the disk cache; None when it is not there, has changed, or cannot be read now."""
-        if digest not in self._stored:
+        if digest not in self.stored:
             return None
         try:
-            image = await self._on_thread(self._reader.executor, self._stored.read, digest, into)
+            image = await self._on_thread(self._reader.executor, self.stored.read, digest, into)
         except AdapterRejected as error:
             log.warning("%s; it is downloaded again", error.message)
             self._lost(digest)
@@ -191,7 +182,7 @@ class AdapterStore:
         except OSError as error:  # such as too many open files: the adapter's file still exists
             log.warning("adapter %s cannot be read from disk now: %s", digest[:12], error.strerror)
             return None
-        self._stored.used(digest)
+        self.stored.used(digest)
         self._read.add(digest)
         return image
 
@@ -253,12 +244,12 @@ class AdapterStore:
         size = file_size(image)
         if not await self._make_room(size):
             return False
-        self._stored.reserve(size)  # concurrent writes must not use the same room
+        self.stored.reserve(size)  # concurrent writes must not use the same room
         try:
-            await self._on_thread(self._disk, self._stored.write, image)
-            self._stored.added(image.spec.digest, size)
+            await self._on_thread(self._disk, self.stored.write, image)
+            self.stored.added(image.spec.digest, size)
         finally:
-            self._stored.reserve(-size)
+            self.stored.reserve(-size)
         return True
 
     async def _make_room(self, num_bytes: int) -> bool:
@@ -266,9 +257,9 @@ class AdapterStore:
         Returns whether they do."""
 
         def fits() -> bool:
-            return self._stored.num_bytes + num_bytes <= self._most_bytes
+            return self.stored.num_bytes + num_bytes <= self._most_bytes
 
-        async for digest in in_turns(takewhile(lambda _: not fits(), self._stored.digests())):
+        async for digest in in_turns(takewhile(lambda _: not fits(), self.stored.digests())):
             version = self._manager.find(digest)
             if version is None or not self._is_planned(version.names):
                 await self.try_delete(digest)
@@ -278,7 +269,7 @@ class AdapterStore:
 
     async def try_delete(self, digest: str) -> bool:
         """Deletes a downloaded adapter if another holder promises to keep it. Returns whether it was deleted."""
-        if digest not in self._stored or digest in self._writes:
+        if digest not in self.stored or digest in self._writes:
             return False
         holders = [name for name in self._member.holders(digest) if name != self._member.name]
         random.shuffle(holders)
@@ -309,7 +300,7 @@ class AdapterStore:
 
     def _is_present(self, digest: str) -> bool:
         """Whether an adapter's bytes are known to be here. If not, checks them in the background for the next query."""
-        if digest in self._stored:
+        if digest in self.stored:
             present = digest in self._read
         else:
             present = self._now() - self._checked_s.get(digest, -inf) <= _FOLDER_VALID_S
@@ -332,8 +323,8 @@ class AdapterStore:
         """Checks that an adapter's bytes are here and unchanged; one at a time, to bound the memory."""
         async with self._check_lock:
             version = self._manager.find(digest)
-            if digest in self._stored:
-                await self.stored_image(digest, aligned_bytes(self._stored.file_bytes(digest)))
+            if digest in self.stored:
+                await self.stored_image(digest, aligned_bytes(self.stored.file_bytes(digest)))
             elif version is not None and isinstance(version.source, AdapterFolder):
                 await self._check_folder(digest, version.source, version.num_bytes)
 
@@ -369,10 +360,10 @@ class AdapterStore:
         self._checked_s.pop(digest, None)
         self._read.discard(digest)
         self._publisher.withdraw(digest)
-        if digest in self._stored:
+        if digest in self.stored:
             self.deleted += 1
-            self._stored.forget(digest)
-            self._disk.submit(self._stored.delete, digest)
+            self.stored.forget(digest)
+            self._disk.submit(self.stored.delete, digest)
 
     async def _on_thread(self, executor: Any, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(executor, function, *arguments)

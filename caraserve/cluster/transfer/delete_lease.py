@@ -11,15 +11,8 @@ former ends first on clocks of equal speed. No I/O, no clock.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 _USED_SHARE = 0.8  # of a promise's time: clocks run at slightly different speeds
-
-
-@dataclass(slots=True)
-class _DeleteRequest:
-    number: int
-    until_s: float
 
 
 class DeleteLeases:
@@ -28,7 +21,7 @@ class DeleteLeases:
     def __init__(self) -> None:
         self._verified: set[str] = set()
         self._promised: dict[str, float] = {}  # digest → until when
-        self._asked: dict[str, _DeleteRequest] = {}
+        self._asked: dict[str, tuple[int, float]] = {}  # digest → number of the delete request, until when
         self._number = 0
 
     def digests(self) -> list[str]:
@@ -61,16 +54,16 @@ class DeleteLeases:
         if digest not in self._verified or now < self._promised.get(digest, now):
             return None
         self._number += 1
-        self._asked[digest] = _DeleteRequest(self._number, now + _USED_SHARE * ttl_s)
+        self._asked[digest] = self._number, now + _USED_SHARE * ttl_s
         return self._number
 
     def finish_delete(self, digest: str, number: int, kept: bool, now: float) -> bool:
         """Takes a holder's answer to a delete request. Returns True if the adapter must be deleted now."""
-        asked = self._asked.get(digest)
-        if asked is None or asked.number != number:
+        asked, until_s = self._asked.get(digest, (None, now))
+        if asked != number:
             return False  # to an earlier request, whose promise may have ended
         del self._asked[digest]
-        if not kept or now >= asked.until_s:
+        if not kept or now >= until_s:
             return False
         self._verified.discard(digest)
         self._promised.pop(digest, None)

@@ -132,7 +132,7 @@ class Reconciler:
 
     async def _delete_spare(self, plan: PlacementPlan) -> None:
         """Deletes some adapters that the plan places elsewhere, and that are there."""
-        digests = self._pool.store.stored_digests()
+        digests = self._pool.store.stored.digests()
         start = self._spare_start if self._spare_start < len(digests) else 0
         self._spare_start = start + _SPARE_PER_TURN
         for name, digest in sorted(self._pool.store.spare(digests[start : self._spare_start])):

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 from aiohttp import web
@@ -33,9 +32,6 @@ _MAX_UPLOADS = 8
 _MAX_READ = 2  # images in memory outside the host cache
 _KEPT_S = 5.0
 _UPLOAD_S = 60.0  # of a range; a slow reader pins an adapter that long
-
-
-Routes: TypeAlias = list[web.RouteDef]
 
 
 class UploadsBusy(Exception):

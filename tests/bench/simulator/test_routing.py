@@ -16,10 +16,9 @@ from caraserve.bench.simulator.setting import ClusterSetting, SimulatedMachine
 from caraserve.bench.simulator.simulation import Simulation
 from caraserve.cluster.routing.cost import Arrival, Backlog, LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.routing.placement_plan import PlacementPlan
+from caraserve.cluster.routing.placement_plan import PlacementPlan, Share
 from caraserve.cluster.routing.policies import Policy
 from caraserve.cluster.routing.router import Attempt, Fleet, Instance, apply_quotes, check_acceptance, next_target
-from caraserve.cluster.routing.shares import Share
 from caraserve.cluster.state.replicated_map import Tier
 from caraserve.config import ROUTINGS
 

@@ -5,7 +5,6 @@ import errno
 import socket
 import threading
 from collections.abc import Awaitable, Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,7 +15,7 @@ from caraserve.cluster.membership.dns import PeerResolver, resolve_peers
 from caraserve.cluster.membership.peer_client import PeerClient, TransferFailure
 from caraserve.cluster.membership.websocket import WebSocketTransport
 from caraserve.http.proxy import PeerProxy
-from tests.cluster.nodes import KEYS, instances, until
+from tests.cluster.nodes import KEYS, Instances, until
 
 MANY = 100  # names at a silent server; no pool of threads that a program has by itself is as large
 
@@ -103,22 +102,21 @@ async def test_names_that_resolve_do_not_wait_for_those_that_do_not(server: Name
 
 
 async def test_a_connection_whose_name_does_not_resolve_times_out_and_others_are_made(
-    tmp_path: Path, server: NameServer, monkeypatch: pytest.MonkeyPatch
+    running: Instances, server: NameServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = Ends()
-    async with instances(tmp_path) as running:
-        quick = "quick:" + (await running.start("a")).address.partition(":")[2]
-        ours = WebSocketTransport(ends, None, PeerResolver())
-        for index in range(MANY):
-            ours.dial(f"slow-{index}:1")
-        ours.dial(quick)
-        assert await asyncio.wait_for(ends.dialled.get(), 10) == quick
-        monkeypatch.setattr(websocket, "_DIAL_S", 0.01)
-        ours.dial("slow:1")
-        await ours._dialing["slow:1"]
-        assert "slow" in server.asked
-        assert not server.gave_up
-        await ours.end()
+    quick = "quick:" + (await running.start("a")).address.partition(":")[2]
+    ours = WebSocketTransport(ends, None, PeerResolver())
+    for index in range(MANY):
+        ours.dial(f"slow-{index}:1")
+    ours.dial(quick)
+    assert await asyncio.wait_for(ends.dialled.get(), 10) == quick
+    monkeypatch.setattr(websocket, "_DIAL_S", 0.01)
+    ours.dial("slow:1")
+    await ours._dialing["slow:1"]
+    assert "slow" in server.asked
+    assert not server.gave_up
+    await ours.end()
 
 
 async def test_forwarding_to_unresolved_names_leaves_the_thread_pool_free(server: NameServer) -> None:
@@ -141,17 +139,16 @@ async def _given_up(request: Awaitable[object]) -> None:
 
 
 async def test_downloads_from_one_name_do_not_wait_for_names_that_do_not_resolve(
-    tmp_path: Path, server: NameServer
+    running: Instances, server: NameServer
 ) -> None:
     transfers = PeerClient(lambda: KEYS, None)
-    async with instances(tmp_path) as running:
-        port = (await running.start("a")).address.partition(":")[2]
-        waiting = [asyncio.create_task(transfers.page(f"slow-{index}:1", "/", 1)) for index in range(MANY)]
-        await asyncio.sleep(0)
-        assert await transfers.page(f"quick:{port}", "/nothing/is/here", 1) is TransferFailure.ABSENT
-        server.answers.set()
-        assert set(await asyncio.gather(*waiting)) == {TransferFailure.FAILED}
-        await transfers.close()
+    port = (await running.start("a")).address.partition(":")[2]
+    waiting = [asyncio.create_task(transfers.page(f"slow-{index}:1", "/", 1)) for index in range(MANY)]
+    await asyncio.sleep(0)
+    assert await transfers.page(f"quick:{port}", "/nothing/is/here", 1) is TransferFailure.ABSENT
+    server.answers.set()
+    assert set(await asyncio.gather(*waiting)) == {TransferFailure.FAILED}
+    await transfers.close()
 
 
 async def test_a_name_is_looked_up_again_after_no_thread_could_be_started(

@@ -23,89 +23,75 @@ from tests.cluster.nodes import Instances, instances, until
 OLD, NEW = b"the old secret of this cluster", b"the new secret of this cluster"
 
 
-async def together(running: Instances, *names: str) -> None:
-    for name in names:
-        await running.start(name)
-    await until(running.agree)
-
-
-async def test_five_instances_agree_and_one_that_leaves_is_not_suspected(tmp_path: Path) -> None:
+async def test_five_instances_agree_and_one_that_leaves_is_not_suspected(running: Instances) -> None:
     seen: list[MemberState] = []
-    async with instances(tmp_path) as running:
-        await together(running, "a", "b", "c", "d", "e")
-        for one in running.running.values():
-            one.handlers.on_member_change = lambda record: seen.append(record.state)
-        await running.stop("e")
-        await until(running.agree)
-        assert all(one.sees("e") == MemberState.LEFT for one in running.running.values())
-        assert seen == [MemberState.LEFT] * 4
+    await running.together("a", "b", "c", "d", "e")
+    for one in running.running.values():
+        one.handlers.on_member_change = lambda record: seen.append(record.state)
+    await running.stop("e")
+    await until(running.agree)
+    assert all(one.sees("e") == MemberState.LEFT for one in running.running.values())
+    assert seen == [MemberState.LEFT] * 4
 
 
-async def test_a_name_is_registered_and_removed_on_all_instances(tmp_path: Path) -> None:
+async def test_a_name_is_registered_and_removed_on_all_instances(running: Instances) -> None:
     adapter = RegisteredAdapter("poet", "d" * 64, 8, 4096)
     heard: list[object] = []
-    async with instances(tmp_path) as running:
-        await together(running, "a", "b", "c")
-        a, b, c = (running.running[name].member for name in "abc")
-        running.running["c"].handlers.on_registry_change = heard.append
-        a.register(adapter)
-        a.advertise_tier("d1", Tier.HOST)
-        await until(lambda: b.adapter("poet") == c.adapter("poet") == adapter)
-        await until(lambda: c.holders("d1") == {"a": Tier.HOST})
-        b.remove("poet")
-        await until(lambda: a.adapter("poet") is None and c.adapter("poet") is None)
-        assert heard == [{"poet": adapter}, {"poet": None}]
+    a, b, c = (one.member for one in await running.together("a", "b", "c"))
+    running.running["c"].handlers.on_registry_change = heard.append
+    a.register(adapter)
+    a.advertise_tier("d1", Tier.HOST)
+    await until(lambda: b.adapter("poet") == c.adapter("poet") == adapter)
+    await until(lambda: c.holders("d1") == {"a": Tier.HOST})
+    b.remove("poet")
+    await until(lambda: a.adapter("poet") is None and c.adapter("poet") is None)
+    assert heard == [{"poet": adapter}, {"poet": None}]
 
 
-async def test_each_name_is_yielded_with_its_adapter_as_it_is_when_its_turn_comes(tmp_path: Path) -> None:
+async def test_each_name_is_yielded_with_its_adapter_as_it_is_when_its_turn_comes(running: Instances) -> None:
     def meaning(name: str) -> RegisteredAdapter:
         return RegisteredAdapter(name, name.encode().hex().zfill(64), 8, 10)
 
     names = [name for name in map(str, range(2000)) if _bucket(name) == 0]  # side by side in the registry
-    async with instances(tmp_path) as running:
-        member = (await running.start("a")).member
-        for name in names:
-            member.register(meaning(name))
-        seen = {}
-        async for adapter in member.adapters_in_turns():
-            seen[adapter.name] = adapter
-            if len(seen) == 1:
-                first, changed, gone, *others = [adapter.name, *(name for name in names if name != adapter.name)]
-                member.register(RegisteredAdapter(changed, "a" * 64, 8, 10))
-                member.remove(gone)
-        assert seen == {name: meaning(name) for name in (first, *others)} | {
-            changed: RegisteredAdapter(changed, "a" * 64, 8, 10)
-        }
+    member = (await running.start("a")).member
+    for name in names:
+        member.register(meaning(name))
+    seen = {}
+    async for adapter in member.adapters_in_turns():
+        seen[adapter.name] = adapter
+        if len(seen) == 1:
+            first, changed, gone, *others = [adapter.name, *(name for name in names if name != adapter.name)]
+            member.register(RegisteredAdapter(changed, "a" * 64, 8, 10))
+            member.remove(gone)
+    assert seen == {name: meaning(name) for name in (first, *others)} | {
+        changed: RegisteredAdapter(changed, "a" * 64, 8, 10)
+    }
 
 
-async def test_an_entry_of_a_later_version_is_not_taken_for_a_removal(tmp_path: Path) -> None:
+async def test_an_entry_of_a_later_version_is_not_taken_for_a_removal(running: Instances) -> None:
     heard: dict[str, RegisteredAdapter | None] = {}
-    async with instances(tmp_path) as running:
-        await together(running, "a", "b")
-        a, b = running.running["a"].member, running.running["b"].member
-        running.running["a"].handlers.on_registry_change = heard.update
-        wall_ms = int(time.time() * 1000)
-        later = Entry("poet", ("blake3", "digest"), wall_ms << 16, "b")
-        b.protocol.state.merge(REGISTRY, [later], wall_ms)
-        b.register(RegisteredAdapter("known", "d" * 64, 8, 10))
-        await until(lambda: "known" in heard and a.protocol.state.registry.get("poet") == later)
-        assert set(heard) == {"known"}
+    a, b = (one.member for one in await running.together("a", "b"))
+    running.running["a"].handlers.on_registry_change = heard.update
+    wall_ms = int(time.time() * 1000)
+    later = Entry("poet", ("blake3", "digest"), wall_ms << 16, "b")
+    b.protocol.state.merge(REGISTRY, [later], wall_ms)
+    b.register(RegisteredAdapter("known", "d" * 64, 8, 10))
+    await until(lambda: "known" in heard and a.protocol.state.registry.get("poet") == later)
+    assert set(heard) == {"known"}
 
 
-async def test_holders_are_live_instances_only(tmp_path: Path) -> None:
-    async with instances(tmp_path) as running:
-        await together(running, "a", "b")
-        running.running["b"].member.advertise_tier("d1", Tier.DEVICE)
-        a = running.running["a"].member
-        await until(lambda: a.holders("d1") == {"b": Tier.DEVICE})
-        await running.stop("b")
-        await until(lambda: a.holders("d1") == {})
+async def test_holders_are_live_instances_only(running: Instances) -> None:
+    await running.together("a", "b")
+    running.running["b"].member.advertise_tier("d1", Tier.DEVICE)
+    a = running.running["a"].member
+    await until(lambda: a.holders("d1") == {"b": Tier.DEVICE})
+    await running.stop("b")
+    await until(lambda: a.holders("d1") == {})
 
 
 async def test_names_and_removals_survive_a_restart_of_all_instances(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
-        await together(running, "a", "b")
-        a, b = running.running["a"].member, running.running["b"].member
+        a, b = (one.member for one in await running.together("a", "b"))
         for index in range(1000):
             a.register(RegisteredAdapter(f"n{index}", f"{index:064x}", 8, 10))
         b.register(RegisteredAdapter("gone", "d" * 64, 8, 10))
@@ -131,64 +117,59 @@ async def test_a_name_removed_while_http_ends_is_stored_as_removed(tmp_path: Pat
 
 
 async def test_a_wrong_clock_is_logged_and_may_be_corrected(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    running: Instances, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = time.time()
     later_s = now_s + 7200
-    async with instances(tmp_path) as running:
-        await together(running, "a", "b")
-        a, b = running.running["a"].member, running.running["b"].member
-        b.protocol.state.merge(
-            REGISTRY, [Entry("ahead", ("d" * 64, 8, 10), int(later_s * 1000) << 16, "b")], int(later_s * 1000)
-        )
-        b.register(RegisteredAdapter("poet", "d" * 64, 8, 10))
-        await until(lambda: "is a clock wrong" in caplog.text)
-        assert a.adapter("poet") is None
-        monkeypatch.setattr("caraserve.cluster.membership.member.time.time", lambda: later_s)
-        b.register(RegisteredAdapter("pirate", "d" * 64, 8, 10))
-        await until(lambda: a.adapter("pirate") is not None)
+    a, b = (one.member for one in await running.together("a", "b"))
+    b.protocol.state.merge(
+        REGISTRY, [Entry("ahead", ("d" * 64, 8, 10), int(later_s * 1000) << 16, "b")], int(later_s * 1000)
+    )
+    b.register(RegisteredAdapter("poet", "d" * 64, 8, 10))
+    await until(lambda: "is a clock wrong" in caplog.text)
+    assert a.adapter("poet") is None
+    monkeypatch.setattr("caraserve.cluster.membership.member.time.time", lambda: later_s)
+    b.register(RegisteredAdapter("pirate", "d" * 64, 8, 10))
+    await until(lambda: a.adapter("pirate") is not None)
 
 
-async def test_refusals_are_counted_in_the_metrics(tmp_path: Path) -> None:
-    async with instances(tmp_path) as running:
-        await together(running, "a", "b")
-        a = running.running["a"].member
-        now_ms = int(time.time() * 1000)
-        a.protocol.state.merge("b", [Entry("d1", (1,), now_ms << 16, "impostor")] * 3, now_ms)
-        a.protocol.received(0, b"no frame", a._now())
-        a.protocol.members.refused_names = 4
-        a.protocol.state.registry.dropped = 5
-        lines = [line for part in a.families('x="y"') for line in part.splitlines() if not line.startswith("#")]
-        assert 'caraserve:cluster_members{state="alive",x="y"} 2' in lines
-        assert lines[-4:] == [
-            'caraserve:cluster_entries_refused_total{x="y"} 3',
-            'caraserve:cluster_frames_refused_total{x="y"} 1',
-            'caraserve:cluster_instances_refused_total{x="y"} 4',
-            'caraserve:cluster_removals_dropped_total{x="y"} 5',
-        ]
+async def test_refusals_are_counted_in_the_metrics(running: Instances) -> None:
+    await running.together("a", "b")
+    a = running.running["a"].member
+    now_ms = int(time.time() * 1000)
+    a.protocol.state.merge("b", [Entry("d1", (1,), now_ms << 16, "impostor")] * 3, now_ms)
+    a.protocol.received(0, b"no frame", a._now())
+    a.protocol.members.refused_names = 4
+    a.protocol.state.registry.dropped = 5
+    lines = [line for part in a.families('x="y"') for line in part.splitlines() if not line.startswith("#")]
+    assert 'caraserve:cluster_members{state="alive",x="y"} 2' in lines
+    assert lines[-4:] == [
+        'caraserve:cluster_entries_refused_total{x="y"} 3',
+        'caraserve:cluster_frames_refused_total{x="y"} 1',
+        'caraserve:cluster_instances_refused_total{x="y"} 4',
+        'caraserve:cluster_removals_dropped_total{x="y"} 5',
+    ]
 
 
-async def test_a_query_is_answered_and_one_to_an_unknown_instance_is_not(tmp_path: Path) -> None:
+async def test_a_query_is_answered_and_one_to_an_unknown_instance_is_not(running: Instances) -> None:
     def answer(peer: str, body: QueryBody) -> QueryBody:
         return (peer, *body, 0.5)
 
-    async with instances(tmp_path) as running:
-        await together(running, "a", "b")
-        a, b = running.running["a"].member, running.running["b"].member
-        running.running["b"].handlers.answer_query = answer
-        assert await a.query("b", ("cost", 8), 1.0) == ("a", "cost", 8, 0.5)
-        assert await asyncio.gather(*(a.query("b", (index,), 1.0) for index in range(3))) == [
-            ("a", index, 0.5) for index in range(3)
-        ]
-        assert await a.query("nobody", (), 1.0) is None
-        b.protocol.leave(0.0)  # it answers no longer
-        assert await a.query("b", (), 0.05) is None
+    a, b = (one.member for one in await running.together("a", "b"))
+    running.running["b"].handlers.answer_query = answer
+    assert await a.query("b", ("cost", 8), 1.0) == ("a", "cost", 8, 0.5)
+    assert await asyncio.gather(*(a.query("b", (index,), 1.0) for index in range(3))) == [
+        ("a", index, 0.5) for index in range(3)
+    ]
+    assert await a.query("nobody", (), 1.0) is None
+    b.protocol.leave(0.0)  # it answers no longer
+    assert await a.query("b", (), 0.05) is None
 
 
 async def test_a_wrong_secret_is_refused_and_logged_as_such(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     async with instances(tmp_path) as running:
-        await together(running, "a", "b")
+        await running.together("a", "b")
         stranger = await running.start("stranger", keys=Keyring((b"some other secret of somebody",)))
         await until(lambda: "--cluster-secret-file" in caplog.text)
         assert [record.name for record in stranger.member.members()] == ["stranger"]
@@ -232,20 +213,19 @@ async def test_a_secret_file_that_became_invalid_changes_nothing(tmp_path: Path)
 
 @pytest.mark.parametrize(("settings", "reason"), [({"model": "other"}, "base model"), ({"called": "a"}, "called a")])
 async def test_a_conflicting_newcomer_exits_and_the_running_instance_stays(
-    tmp_path: Path, settings: dict[str, str], reason: str
+    running: Instances, settings: dict[str, str], reason: str
 ) -> None:
-    async with instances(tmp_path) as running:
-        await together(running, "a", "b")
-        a = running.running["a"]
-        stranger = await running.start("stranger", peers=(a.address,), **settings)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match=reason):
-            await stranger.member.ended
-        await running.stop("stranger")
-        await until(running.agree)
-        assert not a.member.ended.done()
+    await running.together("a", "b")
+    a = running.running["a"]
+    stranger = await running.start("stranger", peers=(a.address,), **settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=reason):
+        await stranger.member.ended
+    await running.stop("stranger")
+    await until(running.agree)
+    assert not a.member.ended.done()
 
 
-async def test_a_defect_in_handling_one_change_does_not_stop_the_next(tmp_path: Path) -> None:
+async def test_a_defect_in_handling_one_change_does_not_stop_the_next(running: Instances) -> None:
     seen: list[str] = []
 
     def fail_once(record: MemberRecord) -> None:
@@ -253,30 +233,25 @@ async def test_a_defect_in_handling_one_change_does_not_stop_the_next(tmp_path: 
         if len(seen) == 1:
             raise ZeroDivisionError
 
-    async with instances(tmp_path) as running:
-        one = await running.start("a")
-        a, one.handlers.on_member_change = one.member, fail_once
-        for name in ("x", "y"):
-            a.protocol.members.merge(
-                MemberUpdate(MemberRecord(name, "127.0.0.1:1", 1, 0, MemberState.ALIVE), ""), a._now()
-            )
-        await until(lambda: seen[:2] == ["x", "y"])
+    one = await running.start("a")
+    a, one.handlers.on_member_change = one.member, fail_once
+    for name in ("x", "y"):
+        a.protocol.members.merge(MemberUpdate(MemberRecord(name, "127.0.0.1:1", 1, 0, MemberState.ALIVE), ""), a._now())
+    await until(lambda: seen[:2] == ["x", "y"])
 
 
-async def test_a_node_goes_on_after_a_failed_tick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with instances(tmp_path) as running:
-        await together(running, "a", "b")
-        a, b = running.running["a"].member, running.running["b"].member
-        handlers = running.running["a"].handlers
+async def test_a_node_goes_on_after_a_failed_tick(running: Instances, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = (one.member for one in await running.together("a", "b"))
+    handlers = running.running["a"].handlers
 
-        def fail_once(lag_s: float) -> InstanceLoad:
-            handlers.current_load = lambda lag_s: InstanceLoad("serving", queued=7)
-            raise ZeroDivisionError
+    def fail_once(lag_s: float) -> InstanceLoad:
+        handlers.current_load = lambda lag_s: InstanceLoad("serving", queued=7)
+        raise ZeroDivisionError
 
-        handlers.current_load = fail_once
-        await until(lambda: (found := b.protocol.state.load("a", 0.0)) is not None and found[0].queued == 7)
-        assert not a.ended.done()
-        assert 'background_task_failures_total{task="cluster tick",x="y"} 1' in "".join(a.background.families('x="y"'))
+    handlers.current_load = fail_once
+    await until(lambda: (found := b.protocol.state.load("a", 0.0)) is not None and found[0].queued == 7)
+    assert not a.ended.done()
+    assert 'background_task_failures_total{task="cluster tick",x="y"} 1' in "".join(a.background.families('x="y"'))
 
 
 async def test_redirects_by_a_peers_address_are_not_followed(tmp_path: Path) -> None:
@@ -304,16 +279,15 @@ async def test_redirects_by_a_peers_address_are_not_followed(tmp_path: Path) -> 
     assert set(asked) == {"/page", "/cluster/ws"}
 
 
-async def test_the_base_models_name_is_refused_for_an_adapter(tmp_path: Path) -> None:
-    async with instances(tmp_path) as running:
-        await running.start("a", base_name="base")
-        b = (await running.start("b")).member
-        await until(running.agree)
-        for name in ("base", "poet"):
-            b.register(RegisteredAdapter(name, "d" * 64, 8, 1))
-        a = running.running["a"].member
-        await until(lambda: a.adapter("poet") is not None and a.protocol.state.refused > 0)
-        assert [adapter.name for adapter in a.adapters()] == ["poet"]
+async def test_the_base_models_name_is_refused_for_an_adapter(running: Instances) -> None:
+    await running.start("a", base_name="base")
+    b = (await running.start("b")).member
+    await until(running.agree)
+    for name in ("base", "poet"):
+        b.register(RegisteredAdapter(name, "d" * 64, 8, 1))
+    a = running.running["a"].member
+    await until(lambda: a.adapter("poet") is not None and a.protocol.state.refused > 0)
+    assert [adapter.name for adapter in a.adapters()] == ["poet"]
 
 
 async def test_no_web_page_can_join(tmp_path: Path) -> None:
@@ -327,7 +301,7 @@ async def test_no_web_page_can_join(tmp_path: Path) -> None:
 @pytest.mark.parametrize("frame", [b"", b"H", b"\x00" * 200_000, b"S" + b"x" * 100])
 async def test_malformed_frames_disturb_no_instance(tmp_path: Path, frame: bytes) -> None:
     async with instances(tmp_path) as running, aiohttp.ClientSession() as session:
-        await together(running, "a", "b")
+        await running.together("a", "b")
         async with session.ws_connect(f"http://{running.running['a'].address}/cluster/ws") as stream:
             with contextlib.suppress(ConnectionError):
                 for _ in range(30):

@@ -189,22 +189,6 @@ TestNamesakes = Namesakes.TestCase
 TestNamesakes.settings = settings(max_examples=10, stateful_step_count=10, print_blob=True)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_namesakes_do_not_correct_each_others_entries_without_end(seed: int) -> None:
-    fleet = namesakes(seed)
-    for name in ("one", "two"):
-        fleet.nodes[name].protocol.advertise("by whom", (name,), fleet.now)
-        fleet.nodes[name].protocol.advertise(f"only {name}", (1,), fleet.now)
-    fleet.run(60)
-    entries = [list(node.protocol.state.map_of("a") or ()) for node in fleet.nodes.values()]
-    fleet.run(10)
-    assert entries == [list(node.protocol.state.map_of("a") or ()) for node in fleet.nodes.values()]
-    taken = fleet.nodes["x"].protocol.members.get("a")
-    assert taken is not None
-    name = taken.address.removesuffix(":1")
-    assert said(fleet) == [{"by whom": (name,), f"only {name}": (1,)}] * 4
-
-
 @pytest.mark.parametrize("how", ["leave", "kill"])
 @pytest.mark.parametrize("gone", ["one", "two"])
 def test_when_one_namesake_leaves_the_others_entries_are_believed(gone: str, how: str) -> None:

@@ -7,7 +7,6 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from caraserve.cluster.membership.swim import (
     MAX_KNOWN,
@@ -20,7 +19,6 @@ from caraserve.cluster.membership.swim import (
     MemberTable,
     MemberUpdate,
     PeerProbe,
-    newer_record,
 )
 
 TIMING = DetectorTiming()
@@ -77,16 +75,6 @@ class View:
 
 
 # ---- merging
-
-
-@given(one=any_records, two=any_records, three=any_records)
-def test_joining_records_is_commutative_associative_and_idempotent(
-    one: MemberRecord, two: MemberRecord, three: MemberRecord
-) -> None:
-    two, three = replace(two, name=one.name), replace(three, name=one.name)
-    assert newer_record(one, two) == newer_record(two, one)
-    assert newer_record(one, newer_record(two, three)) == newer_record(newer_record(one, two), three)
-    assert newer_record(one, one) == one
 
 
 @given(records=st.lists(any_records, max_size=12), seed=st.integers(0, 99))

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from caraserve.cluster.placement.cold_adapters import AdapterTable, ColdAdapters, ServerLoad
 from caraserve.cluster.placement.loraserve import place
 from caraserve.cluster.placement.plan import AdapterDemand, Server
-from caraserve.cluster.routing.placement_plan import homes, rendezvous, word
-from caraserve.cluster.routing.shares import Share, Shares
+from caraserve.cluster.routing.placement_plan import Share, Shares, homes, rendezvous, word
 
 POINTS = {8: 2000.0}  # tokens/s
 NAMES = [f"s{index}" for index in range(6)]

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from caraserve.cluster.placement.bin_packing import PlacementOptions
 from caraserve.cluster.placement.loraserve import budgets, make_plan, place
 from caraserve.cluster.placement.plan import AdapterDemand, Server
-from caraserve.cluster.routing.placement_plan import PlacementPlan
-from caraserve.cluster.routing.shares import Share
+from caraserve.cluster.routing.placement_plan import PlacementPlan, Share
 
 POINTS = {8: 2000.0, 16: 1800.0, 32: 1500.0, 64: 1000.0, 128: 600.0}  # tokens/s
 ONE_COPY = PlacementOptions(copies=1)

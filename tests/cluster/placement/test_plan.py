@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from caraserve.cluster.placement.loraserve import place
 from caraserve.cluster.placement.plan import AdapterDemand, Server, extrapolated, planners, random_plan
-from caraserve.cluster.routing.placement_plan import PlacementPlan, rendezvous
-from caraserve.cluster.routing.shares import Share
+from caraserve.cluster.routing.placement_plan import PlacementPlan, Share, rendezvous
 
 
 def test_the_plan_of_the_later_epoch_or_greater_digest_is_in_force() -> None:

@@ -30,8 +30,7 @@ from caraserve.cluster.placement.planner_process import Question, ask
 from caraserve.cluster.routing.advertised import InstanceViews, publish_speed
 from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.routing.placement_plan import PlacementPlan
-from caraserve.cluster.routing.shares import Share, Shares
+from caraserve.cluster.routing.placement_plan import PlacementPlan, Share, Shares
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from tests.cluster.nodes import KEYS, Instances, instances, until
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from caraserve.cluster.routing.publisher import Publisher
 from caraserve.cluster.state.replicated_map import RegisteredAdapter, Tier
 from caraserve.core.machine_profile import load
 from caraserve.lora.registry import AdapterInfo
-from tests.cluster.nodes import instances
+from tests.cluster.nodes import Instances
 from tests.serving import PROFILE
 
 COUNT = 3000
@@ -45,81 +44,74 @@ def publisher_of(
     return Publisher(node, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), LinkSpeeds(), on_wanted)
 
 
-async def test_other_tasks_run_while_all_adapters_are_announced(tmp_path: Path) -> None:
-    async with instances(tmp_path) as running:
-        node = (await running.start("a")).member
-        seen: set[int] = set()
+async def test_other_tasks_run_while_all_adapters_are_announced(running: Instances) -> None:
+    node = (await running.start("a")).member
+    seen: set[int] = set()
 
-        async def look() -> None:
-            while True:
-                seen.add(node.registry_version)
-                await asyncio.sleep(0)
+    async def look() -> None:
+        while True:
+            seen.add(node.registry_version)
+            await asyncio.sleep(0)
 
-        looking = asyncio.create_task(look())
-        await publisher_of(node, Catalog()).announce()
-        looking.cancel()
-        assert seen - {0, node.registry_version}  # some of its names, and not yet all
-        assert {adapter.name: adapter.digest for adapter in node.adapters()} == {
-            f"n{index}": f"d-n{index}" for index in range(COUNT)
-        }
-        assert node.holders("d-n7") == {"a": Tier.DISK}
-
-
-async def test_the_speed_is_advertised_after_all_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with instances(tmp_path) as running:
-        node = (await running.start("a")).member
-        known: list[int] = []
-        monkeypatch.setattr(
-            node, "advertise", lambda key, value: key == MODEL and known.append(len([*node.adapters()]))
-        )
-        await publisher_of(node, Catalog()).announce()
-        assert known == [COUNT]
+    looking = asyncio.create_task(look())
+    await publisher_of(node, Catalog()).announce()
+    looking.cancel()
+    assert seen - {0, node.registry_version}  # some of its names, and not yet all
+    assert {adapter.name: adapter.digest for adapter in node.adapters()} == {
+        f"n{index}": f"d-n{index}" for index in range(COUNT)
+    }
+    assert node.holders("d-n7") == {"a": Tier.DISK}
 
 
-async def test_changes_during_the_announcement_are_kept(tmp_path: Path) -> None:
-    async with instances(tmp_path) as running:
-        node, catalog = (await running.start("a")).member, Catalog()
-        publisher = publisher_of(node, catalog)
+async def test_the_speed_is_advertised_after_all_adapters(running: Instances, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = (await running.start("a")).member
+    known: list[int] = []
+    monkeypatch.setattr(node, "advertise", lambda key, value: key == MODEL and known.append(len([*node.adapters()])))
+    await publisher_of(node, Catalog()).announce()
+    assert known == [COUNT]
 
-        async def change() -> None:
-            assert node.adapter("n2998") is None
-            del catalog.infos["n2998"]
-            publisher.changed("n2998", None)
-            catalog.infos["n2999"] = replace(catalog.infos["n2999"], digest="new")
-            publisher.changed("n2999", catalog.infos["n2999"])
 
-        changing = asyncio.create_task(change())
-        await publisher.announce()
-        await changing
+async def test_changes_during_the_announcement_are_kept(running: Instances) -> None:
+    node, catalog = (await running.start("a")).member, Catalog()
+    publisher = publisher_of(node, catalog)
+
+    async def change() -> None:
         assert node.adapter("n2998") is None
-        assert (adapter := node.adapter("n2999")) is not None
-        assert adapter.digest == "new"
+        del catalog.infos["n2998"]
+        publisher.changed("n2998", None)
+        catalog.infos["n2999"] = replace(catalog.infos["n2999"], digest="new")
+        publisher.changed("n2999", catalog.infos["n2999"])
+
+    changing = asyncio.create_task(change())
+    await publisher.announce()
+    await changing
+    assert node.adapter("n2998") is None
+    assert (adapter := node.adapter("n2999")) is not None
+    assert adapter.digest == "new"
 
 
-async def test_older_entries_of_the_cluster_do_not_replace_loaded_adapters(tmp_path: Path) -> None:
+async def test_older_entries_of_the_cluster_do_not_replace_loaded_adapters(running: Instances) -> None:
     """Checks it for entries that arrive while names wait to be announced."""
-    async with instances(tmp_path) as running:
-        node, catalog = (await running.start("a")).member, Catalog()
-        wanted: list[RegisteredAdapter] = []
-        publisher = publisher_of(node, catalog, wanted.append)
+    node, catalog = (await running.start("a")).member, Catalog()
+    wanted: list[RegisteredAdapter] = []
+    publisher = publisher_of(node, catalog, wanted.append)
 
-        async def hear() -> None:
-            assert node.adapter("n2998") is None
-            older = RegisteredAdapter("n2999", "a" * 64, 8, 10)
-            publisher.apply_registry_changes({"n2998": None, "n2999": older})
+    async def hear() -> None:
+        assert node.adapter("n2998") is None
+        older = RegisteredAdapter("n2999", "a" * 64, 8, 10)
+        publisher.apply_registry_changes({"n2998": None, "n2999": older})
 
-        hearing = asyncio.create_task(hear())
-        await publisher.announce()
-        await hearing
-        assert wanted == []
-        assert (kept := node.adapter("n2998")) is not None
-        assert kept.digest == "d-n2998"
+    hearing = asyncio.create_task(hear())
+    await publisher.announce()
+    await hearing
+    assert wanted == []
+    assert (kept := node.adapter("n2998")) is not None
+    assert kept.digest == "d-n2998"
 
 
-async def test_after_the_announcement_changes_of_others_are_applied(tmp_path: Path) -> None:
-    async with instances(tmp_path) as running:
-        wanted: list[RegisteredAdapter] = []
-        publisher = publisher_of((await running.start("a")).member, Catalog(), wanted.append)
-        await publisher.announce()
-        publisher.apply_registry_changes({"n2999": (newer := RegisteredAdapter("n2999", "b" * 64, 8, 10))})
-        assert wanted == [newer]
+async def test_after_the_announcement_changes_of_others_are_applied(running: Instances) -> None:
+    wanted: list[RegisteredAdapter] = []
+    publisher = publisher_of((await running.start("a")).member, Catalog(), wanted.append)
+    await publisher.announce()
+    publisher.apply_registry_changes({"n2999": (newer := RegisteredAdapter("n2999", "b" * 64, 8, 10))})
+    assert wanted == [newer]

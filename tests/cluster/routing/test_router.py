@@ -13,7 +13,7 @@ from caraserve.cluster.placement.loraserve import make_plan
 from caraserve.cluster.placement.plan import AdapterDemand, Server
 from caraserve.cluster.routing.cost import Arrival, Backlog, CostEstimate, LinkSpeeds, cold_ms, estimate
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.routing.placement_plan import PlacementPlan
+from caraserve.cluster.routing.placement_plan import PlacementPlan, Share
 from caraserve.cluster.routing.policies import Policy
 from caraserve.cluster.routing.policy_rules import ATTEMPTS
 from caraserve.cluster.routing.router import (
@@ -29,7 +29,6 @@ from caraserve.cluster.routing.router import (
     check_acceptance,
     next_target,
 )
-from caraserve.cluster.routing.shares import Share
 from caraserve.cluster.state.replicated_map import Tier
 from caraserve.config import ROUTINGS
 from caraserve.errors import ConfigError

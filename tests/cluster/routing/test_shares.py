@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.cluster.routing.shares import Share, Shares
+from caraserve.cluster.routing.placement_plan import Share, Shares
 
 INSTANCES = ["s0", "s1", "s2", "s3"]
 ADAPTERS = ["a", "b", "c", "d"]

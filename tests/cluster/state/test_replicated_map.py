@@ -65,15 +65,6 @@ def test_merging_does_the_same_in_any_order_and_any_number_of_times(entries: lis
     assert not any(one.merge(entry) for entry in again)  # nothing of it is news any more
 
 
-@given(mine=some_entries, theirs=some_entries, third=some_entries)
-def test_joining_copies_is_associative_and_commutative(
-    mine: list[Entry], theirs: list[Entry], third: list[Entry]
-) -> None:
-    left = lww_map_of([*lww_map_of([*mine, *theirs]), *third])
-    right = lww_map_of([*lww_map_of([*third, *theirs]), *mine])
-    assert left.root == right.root
-
-
 @given(mine=some_entries, theirs=some_entries)
 def test_exactly_the_buckets_with_different_entries_differ(mine: list[Entry], theirs: list[Entry]) -> None:
     one, other = lww_map_of(mine), lww_map_of(theirs)

@@ -106,10 +106,16 @@ class SharingFleet:
         return self.fleet.agree() and self.fleet.same_entries() and all(one == found[0] for one in found)
 
 
-async def test_a_switch_and_a_rollback_hold_on_every_instance_within_a_second() -> None:
-    sharing = SharingFleet(5)
+async def together(size: int) -> SharingFleet:
+    """Starts instances, and returns them when each sees all."""
+    sharing = SharingFleet(size)
     await sharing.start()
     await sharing.until(sharing.fleet.agree, 10)
+    return sharing
+
+
+async def test_a_switch_and_a_rollback_hold_on_every_instance_within_a_second() -> None:
+    sharing = await together(5)
     a, b, c, *_ = sharing.running.values()
     for name in ("v1", "v2"):
         a.register(name)
@@ -124,9 +130,7 @@ async def test_a_switch_and_a_rollback_hold_on_every_instance_within_a_second() 
 
 
 async def test_the_last_of_conflicting_writes_wins_on_every_instance() -> None:
-    sharing = SharingFleet(4)
-    await sharing.start()
-    await sharing.until(sharing.fleet.agree, 10)
+    sharing = await together(4)
     a, _, _, d = sharing.running.values()
     for name in ("v1", "v2"):
         a.register(name)
@@ -178,10 +182,8 @@ async def test_a_restart_of_all_instances_brings_back_settings_and_no_removed_on
 
 
 async def test_a_write_that_one_instance_alone_has_stored_is_told_after_its_restart() -> None:
-    sharing = SharingFleet(3)
-    await sharing.start()
+    sharing = await together(3)
     a, *_ = sharing.running.values()
-    await sharing.until(sharing.fleet.agree, 10)
     a.register("v1")
     await a.aliases.point("prod", "v1")  # answered, and told to no instance before it is killed
     await sharing.kill("n0")
@@ -236,9 +238,7 @@ def text_of(length: int) -> str:
 
 
 async def test_settings_of_64_kib_are_shared_whole() -> None:
-    sharing = SharingFleet(3)
-    await sharing.start()
-    await sharing.until(sharing.fleet.agree, 10)
+    sharing = await together(3)
     body = {"labels": {}, "pinned": None, "text": text_of(65_536)}
     for number in range(5):
         await sharing.running["n0"].settings.write("adapter", f"sql{number}", body)
@@ -260,9 +260,7 @@ async def test_settings_that_no_frame_holds_are_refused_and_change_nothing() -> 
 
 
 async def test_a_write_that_cannot_be_stored_changes_nothing_anywhere() -> None:
-    sharing = SharingFleet(2)
-    await sharing.start()
-    await sharing.until(sharing.fleet.agree, 10)
+    sharing = await together(2)
     sharing.registries["n0"].close()
     with pytest.raises(CaraServeError, match="cannot be written"):
         await sharing.running["n0"].aliases.point("prod", "v1")
@@ -276,9 +274,7 @@ async def test_a_write_that_cannot_be_stored_changes_nothing_anywhere() -> None:
 async def test_settings_that_cannot_be_read_are_left_out_and_passed_on(
     value: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    sharing = SharingFleet(2)
-    await sharing.start()
-    await sharing.until(sharing.fleet.agree, 10)
+    sharing = await together(2)
     a, b = sharing.running.values()
     hlc = entry_of(Setting("alias", "prod", None, a.settings._clock.next(a.settings._wall_ms())), "n0").hlc
     assert a.protocol.share(Entry("alias/prod", value, hlc, "n0"), sharing.fleet.now)

@@ -25,9 +25,9 @@ from tests.cluster.nodes import until
 class Peer:
     """Another instance that has images, and may be slow, busy, dead or send wrong bytes."""
 
-    def __init__(self, *held: HostAdapter) -> None:
-        self.held = {one.spec.digest: one for one in held}
-        self.tier = Tier.HOST
+    def __init__(self, *held: HostAdapter, answers: bool = True, tier: Tier = Tier.HOST, **troubles: int) -> None:
+        """`answers`: whether requests for chunks are answered before the event of that name is set."""
+        self.held, self.tier = {one.spec.digest: one for one in held}, tier
         self.is_dead = self.is_wrong = self.is_silent = False
         self.busy_times = 0
         self.dies_after: int | None = None  # chunks
@@ -35,7 +35,9 @@ class Peer:
         self.lingers_after: int | None = None  # chunks, after which it sends nothing more, without ending
         self.most: int | None = None  # chunks of a run, after which it sends nothing more, without ending
         self.answers = asyncio.Event()
-        self.answers.set()
+        if answers:
+            self.answers.set()
+        vars(self).update(troubles)
 
     async def give(
         self, digest: str, start: int, sizes: Sequence[int], into: memoryview, on_verified: Callable[[], None]
@@ -135,8 +137,7 @@ async def test_an_adapter_is_downloaded_from_three_holders_and_each_byte_once() 
 
 
 async def test_a_slow_holder_is_replaced_by_another_one() -> None:
-    slow = Peer(HELD)
-    slow.answers.clear()
+    slow = Peer(HELD, answers=False)
     world = World(a=slow, b=Peer(HELD))
     async with asyncio.timeout(5):
         await fetch(Downloader(world, world, MODEL, slow_s=0.05))
@@ -144,9 +145,7 @@ async def test_a_slow_holder_is_replaced_by_another_one() -> None:
 
 
 async def test_a_manifest_that_does_not_come_is_requested_from_another_holder() -> None:
-    silent = Peer(HELD)
-    silent.is_silent = True
-    world = World(a=silent, b=Peer(HELD))
+    world = World(a=Peer(HELD, is_silent=True), b=Peer(HELD))
     async with asyncio.timeout(5):
         await fetch(Downloader(world, world, MODEL, slow_s=0.05))
     assert world.manifests == {"a": 1, "b": 1}
@@ -156,9 +155,7 @@ async def test_a_manifest_that_does_not_come_is_requested_from_another_holder() 
 async def slow_downloads(*more: HostAdapter) -> AsyncIterator[tuple[World, Downloader]]:
     """Yields peers and a downloader that waits for nine adapters from one of them, which sends nothing."""
     adapters = [image(seed=seed) for seed in range(9)]
-    slow = Peer(*adapters, *more)
-    slow.answers.clear()
-    world = World(a=slow)
+    world = World(a=Peer(*adapters, *more, answers=False))
     downloader = Downloader(world, world, MODEL)
     stuck = [asyncio.create_task(fetch(downloader, one)) for one in adapters]
     await until(lambda: world.manifests["a"] == len(adapters) and world.in_progress > 0)
@@ -178,10 +175,7 @@ async def test_slow_runs_from_one_holder_leave_places_for_others() -> None:
 
 async def test_slow_runs_from_several_only_holders_do_not_keep_all_places() -> None:
     adapters = [image(seed=seed) for seed in range(9)]
-    world = World(b=Peer(HELD), **{f"slow-{at}": Peer(*adapters[at::3]) for at in range(3)})
-    for name, peer in world.peers.items():
-        if name != "b":
-            peer.answers.clear()
+    world = World(b=Peer(HELD), **{f"slow-{at}": Peer(*adapters[at::3], answers=False) for at in range(3)})
     downloader = Downloader(world, world, MODEL, slow_s=0.1)
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:
         for one in adapters:
@@ -205,16 +199,13 @@ async def test_an_adapter_does_not_wait_for_a_place_once_others_have_sent_it() -
 async def test_a_busy_holder_is_asked_again_while_another_has_no_place() -> None:
     async with slow_downloads(HELD) as (world, downloader):
         downloader._slow_s = 0.05
-        world.peers["b"] = Peer(HELD)
-        world.peers["b"].busy_times = 2
+        world.peers["b"] = Peer(HELD, busy_times=2)
         await fetch(downloader)
 
 
 async def test_slow_holders_that_send_some_chunks_do_not_count_as_failed() -> None:
     """Each holder sends one chunk of each request, and then nothing."""
-    world = World(a=Peer(HELD), b=Peer(HELD))
-    for peer in world.peers.values():
-        peer.most = 1
+    world = World(a=Peer(HELD, most=1), b=Peer(HELD, most=1))
     downloader = Downloader(world, world, MODEL, slow_s=0.02)
     async with asyncio.timeout(30):
         got = await fetch(downloader)
@@ -234,16 +225,14 @@ async def test_a_holder_that_failed_once_after_the_patience_is_tried_again() -> 
 
 
 async def test_the_chunks_that_a_slow_holder_did_not_send_come_from_another() -> None:
-    slow, fast = Peer(HELD), Peer(HELD)
-    slow.most = 1
+    slow, fast = Peer(HELD, most=1), Peer(HELD)
     world = World(a=slow, b=fast)
     await fetch(Downloader(world, world, MODEL, slow_s=0.1))
     assert (len(slow.given), len(fast.given)) == (1, CHUNKS - 1)
 
 
 async def test_a_slow_holder_is_waited_for_if_it_is_the_only_one() -> None:
-    slow = Peer(HELD)
-    slow.answers.clear()
+    slow = Peer(HELD, answers=False)
     world = World(a=slow)
     asyncio.get_running_loop().call_later(0.2, slow.answers.set)
     downloader = Downloader(world, world, MODEL, slow_s=0.01)
@@ -265,8 +254,7 @@ def in_row(chunks: list[int]) -> int:
 
 
 async def test_layers_are_reported_once_all_layers_before_them_are_there() -> None:
-    first, second = Peer(HELD), Peer(HELD)
-    first.answers.clear()
+    first, second = Peer(HELD, answers=False), Peer(HELD)
     world, told = World(a=first, b=second), list[int]()
 
     def came(held: HostAdapter, layers: int) -> None:
@@ -289,8 +277,7 @@ async def test_layers_are_reported_once_all_layers_before_them_are_there() -> No
 
 async def test_a_verified_chunk_is_never_requested_again() -> None:
     """Its bytes may be read already, so they must not be written again."""
-    slow, other = Peer(HELD), Peer(HELD)
-    slow.lingers_after = 2
+    slow, other = Peer(HELD, lingers_after=2), Peer(HELD)
     world = World(a=slow, b=other)
     image = aligned_bytes(HELD.spec.num_bytes)
     await Downloader(world, world, MODEL, slow_s=0.05).fetch(HELD.spec.digest, image)
@@ -299,24 +286,19 @@ async def test_a_verified_chunk_is_never_requested_again() -> None:
 
 
 async def test_the_chunks_that_a_dead_holder_did_not_send_come_from_another_once() -> None:
-    dying, other = Peer(HELD), Peer(HELD)
-    dying.dies_after, other.tier = 3, Tier.DISK
+    dying, other = Peer(HELD, dies_after=3), Peer(HELD, tier=Tier.DISK)
     await fetched(World(a=dying, b=other))
     assert len(dying.given) == 3
     assert sorted(dying.given + other.given) == [0, *chunk_ends(HELD.spec.layer_ends)[:-1]]
 
 
 async def test_corrupt_chunks_of_one_holder_are_downloaded_from_another() -> None:
-    wrong = Peer(HELD)
-    wrong.is_wrong = True
-    await fetched(World(a=wrong, b=Peer(HELD)))
+    await fetched(World(a=Peer(HELD, is_wrong=True), b=Peer(HELD)))
 
 
 async def test_a_holder_that_sent_wrong_bytes_twice_is_banned() -> None:
-    wrong = Peer(HELD)
-    world = World(a=wrong)
+    world = World(a=Peer(HELD, is_wrong=True))
     downloader = Downloader(world, world, MODEL, patience_s=0.1)
-    wrong.is_wrong = True
     for _ in range(2):
         with pytest.raises(Unreachable):
             await fetch(downloader)
@@ -342,8 +324,7 @@ async def test_an_invalid_manifest_is_each_holders_failure_and_not_the_servers()
 
 async def test_a_ban_ends_after_a_minute() -> None:
     now_s = 0.0
-    wrong = Peer(HELD)
-    wrong.is_wrong = True
+    wrong = Peer(HELD, is_wrong=True)
     world = World(a=wrong)
     downloader = Downloader(world, world, MODEL, now=lambda: now_s, patience_s=0.0)
     with pytest.raises(Unreachable):
@@ -353,9 +334,7 @@ async def test_a_ban_ends_after_a_minute() -> None:
 
 
 async def test_a_busy_holder_is_waited_for() -> None:
-    busy = Peer(HELD)
-    busy.busy_times = 4
-    await fetched(World(a=busy))
+    await fetched(World(a=Peer(HELD, busy_times=4)))
 
 
 async def test_a_holder_that_appears_during_the_wait_is_used() -> None:
@@ -366,9 +345,7 @@ async def test_a_holder_that_appears_during_the_wait_is_used() -> None:
 
 @pytest.mark.parametrize("names", [(), ("a",), ("a", "b")])
 async def test_a_download_without_a_holder_that_sends_fails_and_is_counted(names: tuple[str, ...]) -> None:
-    world = World(**{name: Peer(HELD) for name in names})
-    for peer in world.peers.values():
-        peer.is_dead = True
+    world = World(**{name: Peer(HELD, is_dead=True) for name in names})
     downloader = Downloader(world, world, MODEL, patience_s=0.1)
     with pytest.raises(Unreachable, match="cannot be downloaded now") as caught:
         await fetch(downloader)
