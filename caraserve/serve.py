@@ -79,7 +79,7 @@ class Served:
 
     engine: Engine
     metrics: Metrics
-    spec: DecoderPlan
+    plan: DecoderPlan
     complaints: list[str]  # warnings about adapters, in folders or the registry, that cannot be served
     profile: Profile | None
     device: str
@@ -135,9 +135,9 @@ async def build_engine(
     observers = observers or EngineObservers()
     folder = model_config.model
     assert folder is not None, "with_demo comes first"
-    spec = load_plan(folder)
+    plan = load_plan(folder)
     tokenizer = load_tokenizer(
-        *(folder, spec, model_config.chat_template, model_config.tool_call_parser),
+        *(folder, plan, model_config.chat_template, model_config.tool_call_parser),
         excludes_unused_tools=model_config.exclude_tools_when_tool_choice_none,
     )
     tokenizer.grammars.prepare()
@@ -152,11 +152,11 @@ async def build_engine(
     trace = None if engine_config.trace is None else Trace(engine_config.trace)
     if trace is not None:
         stack.callback(trace.close)
-    backend = build_backend(spec, model_config, engine_config, lora_config, trace)
+    backend = build_backend(plan, model_config, engine_config, lora_config, trace)
     stack.callback(backend.close)
     with progress("measuring this machine", 100, done="machine measured") as advance:
         profile = prepare_machine(
-            *(backend, spec, model_config, engine_config, lora_config), advance, for_routing=has_peers
+            *(backend, plan, model_config, engine_config, lora_config), advance, for_routing=has_peers
         )
     loop = asyncio.get_running_loop()
 
@@ -172,7 +172,7 @@ async def build_engine(
         merges=lambda: backend.adapters_merged,
         late_kernels=lambda: backend.late_kernels,
     )
-    reader = AdapterReader(spec, on_loop)
+    reader = AdapterReader(plan, on_loop)
     stack.callback(reader.close)
     arena = Arena(backend.host_memory)
     mode = lora_config.mode
@@ -185,7 +185,7 @@ async def build_engine(
         reader.read,
         on_loop,
         time.monotonic,
-        loading_rules(backend, spec, profile, lora_config),
+        loading_rules(backend, plan, profile, lora_config),
         lambda seconds, ok: metrics.observe_load(mode.name, seconds, outcome="ok" if ok else "failed"),
     )
     rules = CatalogRules(
@@ -197,9 +197,9 @@ async def build_engine(
         max_rank=lora_config.max_lora_rank,
         watched=lora_config.adapters_dir and lora_config.adapters_dir.resolve(),
     )
-    catalog = Catalog(spec, registry, manager, reader, rules, observers.adapters, observers.uploads)
+    catalog = Catalog(plan, registry, manager, reader, rules, observers.adapters, observers.uploads)
     most_bytes = min(rules.device_bytes, rules.host_bytes)
-    uploads = AdapterUploads(catalog, reader, spec, _upload_root(lora_config), most_bytes, observers.removals)
+    uploads = AdapterUploads(catalog, reader, plan, _upload_root(lora_config), most_bytes, observers.removals)
     stack.push_async_callback(uploads.close)
     replicated = ReplicatedSettings(registry, observers.settings)
     stack.push_async_callback(replicated.close)
@@ -228,7 +228,7 @@ async def build_engine(
     stack.push_async_callback(_end_task, task)
     if mode.preloads:
         await catalog.preloaded()
-    return Served(engine, metrics, spec, complaints, profile, backend.device_name, reader, management, replicated)
+    return Served(engine, metrics, plan, complaints, profile, backend.device_name, reader, management, replicated)
 
 
 def _worker_counts(backend: ServingBackend) -> WorkerCounts:
@@ -338,14 +338,14 @@ async def serve(
         engine, metrics = served.engine, served.metrics
         cluster = None
         if credentials is not None:
-            digest = model_identity(model_config, engine_config, served.spec)
+            digest = model_identity(model_config, engine_config, served.plan)
             local = LocalParts(
                 engine=engine,
                 observers=observers,
                 reader=served.reader,
                 settings=served.settings,
                 uploads=served.management.uploads,
-                spec=served.spec,
+                plan=served.plan,
                 model_digest=digest,
                 profile=served.profile,
                 metrics=metrics,
@@ -478,7 +478,7 @@ def _announce(served: Served, http: HttpConfig, port: int) -> None:
     infos = engine.adapters()
     shown = ", ".join(f"{info.name} (rank {info.rank})" for info in infos[:8])
     more = f" and {len(infos) - 8} more" if len(infos) > 8 else ""
-    millions = served.spec.num_parameters / 1e6
+    millions = served.plan.num_parameters / 1e6
     ready = f"CaraServe is ready at {url}  ({engine.base_name}, {millions:.1f}M parameters, on {served.device})"
     if http.log_format == "json":
         log.info("%s; adapters: %s%s", ready, shown or "none", more)

@@ -81,7 +81,7 @@ def llama_config(shape: Shape, max_position: int) -> dict[str, Any]:
     }
 
 
-def shape_spec(shape: Shape, max_position: int) -> DecoderPlan:
+def shape_plan(shape: Shape, max_position: int) -> DecoderPlan:
     """Returns the specification of a Llama-shaped model that is not on disk."""
     return plan_of(llama_config(shape, max_position))
 

@@ -234,11 +234,11 @@ def _configured(machine: MachineFacts, configs: Configs) -> Iterator[Finding]:
     if warning := exposure(configs.http):
         yield Finding("access", "warning", warning)
     yield _checked("model", lambda: _model(model, room_bytes))
-    spec = _spec(model)
-    yield _checked("options", lambda: _options(spec, model, configs.engine, lora, device))
+    plan = _plan_of(model)
+    yield _checked("options", lambda: _options(plan, model, configs.engine, lora, device))
     yield _checked("files", lambda: _files(configs.engine, lora, configs.cluster))
-    yield _checked("adapters", lambda: _adapters(spec, model, lora))
-    yield from _left_out(spec, lora)
+    yield _checked("adapters", lambda: _adapters(plan, model, lora))
+    yield from _left_out(plan, lora)
 
 
 def _checked(what: str, check: Callable[[], str]) -> Finding:
@@ -278,7 +278,7 @@ def _device(machine: MachineFacts, wanted: str) -> str:
         return ""
 
 
-def _spec(config: ModelConfig) -> DecoderPlan | None:
+def _plan_of(config: ModelConfig) -> DecoderPlan | None:
     """Returns the model's shapes; None if they cannot be read, which another line says."""
     assert config.model is not None, "with_demo comes first"
     try:
@@ -323,19 +323,19 @@ def _model(config: ModelConfig, room_bytes: int | None) -> str:
     a GPU. Raises ModelLoadError."""
     folder = config.model
     assert folder is not None, "with_demo comes first"
-    spec = load_plan(folder)
-    load_tokenizer(folder, spec, config.chat_template, config.tool_call_parser)
+    plan = load_plan(folder)
+    load_tokenizer(folder, plan, config.chat_template, config.tool_call_parser)
     if config.load_format != "dummy":
         try:
             weight_files(folder)
         except TensorFileError as error:
             raise ModelLoadError(str(error)) from error
-    num_bytes, note = spec.weight_bytes(dtype_of(spec, config.dtype).itemsize), ""
-    if spec.is_quantized:
+    num_bytes, note = plan.weight_bytes(dtype_of(plan, config.dtype).itemsize), ""
+    if plan.is_quantized:
         note = ", quantised"
     if room_bytes is not None and num_bytes > room_bytes:
         raise ModelLoadError(f"{folder}: weights of {human_bytes(num_bytes)}, and {human_bytes(room_bytes)} are free")
-    return f"{folder}: {spec.family}, weights of {human_bytes(num_bytes)}{note}"
+    return f"{folder}: {plan.family}, weights of {human_bytes(num_bytes)}{note}"
 
 
 def _adapters(plan: DecoderPlan | None, model: ModelConfig, lora: LoraConfig) -> str:

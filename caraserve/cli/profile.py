@@ -38,13 +38,13 @@ def profile(
         raise ConfigError("--plot needs matplotlib: install the package's `plot` extra")
     model_config, lora_config = with_demo(model_config, lora_config)
     assert model_config.model is not None
-    spec = load_plan(model_config.model)
-    backend = build_backend(spec, model_config, engine_config, lora_config)
-    dtype = spec.dtype if model_config.dtype == "auto" else model_config.dtype
+    plan = load_plan(model_config.model)
+    backend = build_backend(plan, model_config, engine_config, lora_config)
+    dtype = plan.dtype if model_config.dtype == "auto" else model_config.dtype
     try:
         backend.start_workers(lambda rank: _SLICE_TOKENS)
         with _progress() as progress:
-            made = make_profile(backend, spec, dtype, engine_config.cpu_threads, quick=quick, progress=progress)
+            made = make_profile(backend, plan, dtype, engine_config.cpu_threads, quick=quick, progress=progress)
     finally:
         backend.close()
     path = output or default_path(made.machine, made.model)

@@ -65,7 +65,7 @@ class LocalParts:
     reader: AdapterReader
     settings: ReplicatedSettings
     uploads: AdapterUploads
-    spec: DecoderPlan
+    plan: DecoderPlan
     model_digest: str
     profile: Profile | None
     metrics: Metrics
@@ -189,12 +189,12 @@ def make_node(
         *(member, engine, local.metrics.answers, drift_of(local.profile, lora), link_speeds(local.profile, lora)),
         on_wanted=lambda adapter: pool.adopt(adapter),
     )
-    stored = DiskCache(beside(lora.registry) if lora.registry else None, local.spec)
+    stored = DiskCache(beside(lora.registry) if lora.registry else None, local.plan)
     transfers = PeerClient(lambda: member.keys, tls)
     stack.push_async_callback(transfers.close)
     most_bytes = disk_bytes(config.adapter_disk_bytes, is_temporary=lora.registry is None)
     pool = AdapterPool(
-        member, publisher, engine.catalog, local.reader, stored, transfers, local.spec, most_bytes=most_bytes
+        member, publisher, engine.catalog, local.reader, stored, transfers, local.plan, most_bytes=most_bytes
     )
     stack.push_async_callback(pool.close)
     removal = UploadRemoval(member, local.uploads)

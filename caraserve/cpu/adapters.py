@@ -69,10 +69,9 @@ class CpuImage:
 class DeviceAdapters:
     """The adapter table: binds images to slots. Slot 0 is the base model and stays empty. For the lane thread only."""
 
-    def __init__(self, spec: DecoderPlan, num_slots: int, *, padded: bool = False) -> None:
+    def __init__(self, plan: DecoderPlan, num_slots: int, *, padded: bool = False) -> None:
         """`padded`: whether kernels compute all adapters of an iteration at the largest rank of its decoding rows, or
         of its prompts."""
-        plan = spec
         self._layers = len(plan.layers)
         self._widest = align_up(max(plan.widest_input, plan.widest_output), PANEL)
         self._zeros = aligned_bytes(max(_ZEROS_BYTES, 8 * MAX_RANK * self._widest) if padded else 0)

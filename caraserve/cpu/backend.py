@@ -74,7 +74,7 @@ class CpuBackend:
             streamed_batches=_STREAMED_PREFILLS,
             embedding_size=plan.hidden,
         )
-        self._spec, self._loaded, self._trace = plan, loaded, trace
+        self._plan, self._loaded, self._trace = plan, loaded, trace
         self.shares_cores = sizes.threads + len(sizes.lora_cpus) > len(os.sched_getaffinity(0))
         self._merged: CpuMergedWeights | None = None  # made at its first use: it takes as much memory as the base model
         self._adapters = DeviceAdapters(plan, sizes.adapter_slots, padded=sizes.padded)
@@ -274,12 +274,12 @@ class CpuBackend:
             self.workers.watch(False)
         cpu_batch.lora_ns[:] += worker_ns
         if self._trace is not None:
-            trace_batch(self._trace, self._spec, batch, cpu_batch, started_ns, time.monotonic_ns())
+            trace_batch(self._trace, self._plan, batch, cpu_batch, started_ns, time.monotonic_ns())
 
     def _write_masks(self, batch: Batch, cpu_batch: CpuBatch) -> None:
         """Begins to write the tokens that grammars allow next; `step` waits for them before it samples. The iterations
         before have run, so all tokens are known."""
-        if cpu_batch.computed_layers.stop == len(self._spec.layers) and (rows := masked_rows(batch.rows)):
+        if cpu_batch.computed_layers.stop == len(self._plan.layers) and (rows := masked_rows(batch.rows)):
             masks = [self._masks[row.slot] for row in rows]
             self._mask_thread.write(rows, masks, cpu_batch.grammar_failures, int(cpu_batch.masks_written.ctypes.data))
 

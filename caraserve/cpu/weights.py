@@ -39,12 +39,11 @@ class LoadedModel:
 
 
 def load_model(
-    spec: DecoderPlan, dtype: Dtype, max_context: int, read: TensorReader, progress: Callable[[], None]
+    plan: DecoderPlan, dtype: Dtype, max_context: int, read: TensorReader, progress: Callable[[], None]
 ) -> LoadedModel:
     """Reads and packs each tensor once. Calls `progress` after each layer and after the embeddings.
 
     Raises ModelLoadError, also for layers that this backend cannot compute."""
-    plan = spec
     _check(plan)
     return _Loader(plan, dtype, max_context, read).load(progress)
 

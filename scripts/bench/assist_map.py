@@ -133,7 +133,7 @@ class _Case:
     """A prompt with a cold adapter on a machine."""
 
     profile: Profile
-    spec: DecoderPlan
+    plan: DecoderPlan
     shared_cores: bool  # whether the workers' cores are the device's own
     workers: int
     targets: str
@@ -142,18 +142,18 @@ class _Case:
 
     def saved(self, tokens: int) -> float:
         """Returns the share of the time to the first token that CPU workers save; 0 where `auto` waits."""
-        adapter = adapter_spec(self.spec, Dtype.BF16, self.rank, len(self.spec.layers), TARGETS[self.targets])
+        adapter = adapter_spec(self.plan, Dtype.BF16, self.rank, len(self.plan.layers), TARGETS[self.targets])
         prefill = AwaitedPrefill(tokens, begins_s=0.0)
         waiting = StartPolicy(
             LOADING_MODES["auto"],
-            len(self.spec.layers),
+            len(self.plan.layers),
             self.link * self.profile.link_bytes_per_s,
             self.profile,
             handoff_ms=ASSUMED_HANDOFF_MS if self.profile.handoff_ms is None else self.profile.handoff_ms,
             shared_cores=self.shared_cores,
             tokens_per_worker=self.profile.tokens_per_worker,
             attention_targets=frozenset(TARGETS["qkv"]),
-            hand_offs=self.spec.most_groups,
+            hand_offs=self.plan.most_groups,
         )
         ends_s = []
         for policy in (waiting, replace(waiting, workers=self.workers)):
@@ -179,13 +179,13 @@ def main() -> None:
 
 def _predict() -> dict[str, bytes]:
     """Prints the maps of the published machines. Returns their figure."""
-    spec = _spec("llama2-7b")
+    plan = _plan_of("llama2-7b")
     rows = list(product(("qkv", "all"), _RANKS))
     maps = []
     for gpu in _GPUS:
-        profile = gpu.profile(spec)
+        profile = gpu.profile(plan)
         for link in _LINKS:
-            cases = [_Case(profile, spec, False, _WORKERS, targets, rank, link) for targets, rank in rows]
+            cases = [_Case(profile, plan, False, _WORKERS, targets, rank, link) for targets, rank in rows]
             saved = [[case.saved(tokens) for tokens in _TOKENS] for case in cases]
             maps.append(_Map(f"{gpu.name}, {link * profile.link_bytes_per_s / 1e9:.3g} GB/s", _TOKENS, saved))
     names = [f"{targets} rank {rank}" for targets, rank in rows]
@@ -208,15 +208,15 @@ def _measure(repeats: int) -> dict[str, bytes]:
     with working_folder() as folder:
         profile_file, lengths_file = folder / "profile.json", folder / "lengths.csv"
         _profile_here(folder, profile_file)
-        profile, spec = load(profile_file), _spec(_MODEL)
+        profile, plan = load(profile_file), _plan_of(_MODEL)
         lengths_file.write_text("prompt_tokens,output_tokens\n" + "".join(f"{each},2\n" for each in _MEASURED_TOKENS))
         options = PaperOptions(duration_s=0.0, repeats=repeats, seed=0)
         cells = list[_Cell]()
         for times, targets in product(_LOAD_TIMES, ("qkv", "all")):
             words = ["--targets", targets, "--trace", f"lengths:{lengths_file}", "--repeats", str(repeats), *_COLD]
-            words += ["--emulate-link-mb-per-s", f"{_link_bytes_per_s(profile, spec, times) / 1e6:g}"]
+            words += ["--emulate-link-mb-per-s", f"{_link_bytes_per_s(profile, plan, times) / 1e6:g}"]
             runs = run_modes(words, options, f"--profile {profile_file}").runs
-            cells += _cells(profile, spec, times, targets, runs)
+            cells += _cells(profile, plan, times, targets, runs)
     return _reported(cells)
 
 
@@ -288,7 +288,7 @@ def _link_bytes_per_s(profile: Profile, plan: DecoderPlan, times: float) -> floa
     return adapter.num_bytes / (times * profile.prefill_ms(128, 0) / 1000)
 
 
-def _spec(model: str) -> DecoderPlan:
+def _plan_of(model: str) -> DecoderPlan:
     config = llama_config(SHAPES[model], max_position=4096)
     return plan_of(config | {"bos_token_id": 0, "eos_token_id": None, "tie_word_embeddings": False})
 

@@ -95,19 +95,19 @@ def _integers(text: str) -> list[int]:
 async def _measure(folder: Path, args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """Writes a model and adapters of `dtype` to `folder`, measures every case on both sides, and returns a report."""
     targets = TARGETS[args.targets]
-    spec = write_model(folder / "model", SHAPES[args.model], dtype, args.prompt_tokens + args.output_tokens)
-    adapters = write_adapters(folder, spec, count=max(args.concurrency), ranks=args.ranks, targets=targets, dtype=dtype)
+    plan = write_model(folder / "model", SHAPES[args.model], dtype, args.prompt_tokens + args.output_tokens)
+    adapters = write_adapters(folder, plan, count=max(args.concurrency), ranks=args.ranks, targets=targets, dtype=dtype)
     # A decode step reads all linear modules and the head, but not the embeddings.
-    weight_bytes = (spec.num_parameters - spec.vocab_size * spec.hidden) * ITEMSIZE[dtype]
+    weight_bytes = (plan.num_parameters - plan.vocab_size * plan.hidden) * ITEMSIZE[dtype]
     ranks = [args.ranks[index % len(args.ranks)] for index in range(max(args.concurrency))]
-    kv_bytes = (args.prompt_tokens + args.output_tokens // 2) * spec.kv_bytes_per_token(4)  # halfway, in fp32
+    kv_bytes = (args.prompt_tokens + args.output_tokens // 2) * plan.kv_bytes_per_token(4)  # halfway, in fp32
     names = list(adapters)
     cases, used = [], []
     for count in args.concurrency:
         for situation, own in (("base", [None] * count), ("one adapter", names[:1] * count), ("own adapters", names)):
             read = {adapter: rank for adapter, rank in zip(own[:count], ranks, strict=False) if adapter is not None}
             step_bytes = weight_bytes + count * kv_bytes
-            step_bytes += sum(adapter_bytes(spec, rank, targets, dtype) for rank in read.values())
+            step_bytes += sum(adapter_bytes(plan, rank, targets, dtype) for rank in read.values())
             cases.append({"situation": situation, "concurrency": count, "step_bytes": step_bytes})
             used.append(own[:count])
     peft_versions: dict[str, str] = {}
@@ -118,13 +118,13 @@ async def _measure(folder: Path, args: argparse.Namespace, dtype: str) -> dict[s
             sides["peft"], peft_versions = stack.enter_context(peft).run, peft.versions
         engine = await _start_engine(stack, folder / "model", adapters, args, dtype)
         sides["caraserve"] = lambda sent: _ask_engine(engine, sent, args.output_tokens)
-        await _run_cases(cases, used, sides, args, spec)
+        await _run_cases(cases, used, sides, args, plan)
     for case in cases:
         base = next(one for one in cases if (one["situation"], one["concurrency"]) == ("base", case["concurrency"]))
         case["ratios"] = _ratios(case, base, weight_bytes)
     return {
         "dtype": dtype,
-        "num_parameters": spec.num_parameters,
+        "num_parameters": plan.num_parameters,
         "decode_weight_bytes": weight_bytes,
         "read_bandwidth_gb_per_s": median(value for case in cases for value in case["read_bandwidths_gb_per_s"]),
         "peft_versions": peft_versions,

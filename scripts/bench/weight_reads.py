@@ -22,7 +22,7 @@ from statistics import median
 import torch
 
 from caraserve.bench.records import machine, versions
-from caraserve.bench.synthetic import SHAPES, WEIGHTS_NAME, shape_spec, write_repeating_weights
+from caraserve.bench.synthetic import SHAPES, WEIGHTS_NAME, shape_plan, write_repeating_weights
 from caraserve.cpu.weight_memory import huge_pages
 from caraserve.gpu.memory.weight_transfer import WeightTransfer
 from caraserve.gpu.weights import load
@@ -46,11 +46,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured")
     args = parser.parse_args()
-    spec = shape_spec(replace(SHAPES["llama2-7b"], layers=args.layers), _CONTEXT)
+    plan = shape_plan(replace(SHAPES["llama2-7b"], layers=args.layers), _CONTEXT)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         model = Path(folder) / "model"
-        write_repeating_weights(model, spec, "bfloat16")
-        found = {state: _measure(spec, model, args.rounds, state) for state in ("page cache", "disk")}
+        write_repeating_weights(model, plan, "bfloat16")
+        found = {state: _measure(plan, model, args.rounds, state) for state in ("page cache", "disk")}
     print(json.dumps({"machine": machine(), "versions": versions(), "gb_per_s": found}))
 
 

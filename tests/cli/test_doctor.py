@@ -138,11 +138,11 @@ def test_quantised_weights_are_counted_as_the_device_stores_them(tmp_path: Path)
     config = json.loads((tmp_path / "config.json").read_text())
     section = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
-    spec = load_plan(tmp_path)
+    plan = load_plan(tmp_path)
     here, gpu = found("model", str(tmp_path)), found("model", str(tmp_path), gpu=A100, packages=ALL)
     assert here.found == gpu.found
-    assert here.found.endswith(f"weights of {human_bytes(spec.weight_bytes(2))}, quantised")
-    assert spec.weight_bytes(2) < 2 * spec.num_parameters
+    assert here.found.endswith(f"weights of {human_bytes(plan.weight_bytes(2))}, quantised")
+    assert plan.weight_bytes(2) < 2 * plan.num_parameters
 
 
 def test_adapters_are_counted_and_a_missing_one_is_a_problem() -> None:

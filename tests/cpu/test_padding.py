@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from caraserve.bench.lora.kernels import QKV, one_layer_spec
+from caraserve.bench.lora.kernels import QKV, one_layer_plan
 from caraserve.core.batch import Batch, ScheduledRow
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.adapters import CpuImage, DeviceAdapters
@@ -12,7 +12,7 @@ from caraserve.cpu.structs import LORA_ENTRY
 from caraserve.model.dtype import Dtype
 from caraserve.profiling.microbench import adapter_spec
 
-SPEC = one_layer_spec(256, layers=2)
+SPEC = one_layer_plan(256, layers=2)
 RANKS = {1: 8, 2: 16, 3: 64}  # by slot
 
 

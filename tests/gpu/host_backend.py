@@ -148,7 +148,7 @@ def alone(
 ) -> Iterator[Host]:
     """Yields a backend without an engine, with memory for about four adapters. `kernels` returns what launches the raw
     kernels, instead of what it is given."""
-    spec = load_plan(folder)
+    plan = load_plan(folder)
     device, driver = host_device(Dtype.F32, seed, last)
     device = replace(device, kernels=kernels(device.kernels, driver))
     fields: dict[str, Any] = {
@@ -157,11 +157,11 @@ def alone(
     }  # fmt: skip
     used = GpuSizes(**fields | sizes)
     loaded, _ = load_checkpoint(
-        folder, device, partial(weights.load, spec, weights.TORCH_DTYPES[Dtype.F32], used.max_context)
+        folder, device, partial(weights.load, plan, weights.TORCH_DTYPES[Dtype.F32], used.max_context)
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "GRANULE_BYTES", GRANULE_BYTES)
-        backend = CudaBackend(spec, loaded, used, device)
+        backend = CudaBackend(plan, loaded, used, device)
         host = Host(driver, backend)
         spoil_pool(host)
         try:
@@ -174,10 +174,10 @@ def alone(
 
 def host_tier(host: Host, folders: Mapping[str, Path], model: Path) -> dict[str, HostAdapter]:
     """Puts adapters into the backend's host memory, one after another."""
-    spec, at, found = load_plan(model), 0, {}
+    plan, at, found = load_plan(model), 0, {}
     for name, folder in folders.items():
-        num_bytes = inspect_adapter(folder, spec).num_bytes
-        found[name] = read_adapter(folder, spec, host.backend.host_memory[at : at + num_bytes])
+        num_bytes = inspect_adapter(folder, plan).num_bytes
+        found[name] = read_adapter(folder, plan, host.backend.host_memory[at : at + num_bytes])
         at += -(-num_bytes // 4096) * 4096
     return found
 

@@ -91,40 +91,40 @@ class TinyDevice:
     bound: dict[int, Bound] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.spec: DecoderPlan = load_plan(self.folder)
+        self.plan: DecoderPlan = load_plan(self.folder)
         dtype = TORCH_DTYPES[self.dtype]
         device = open_device(self.dtype) if DEVICE.type == "cuda" else host_device(self.dtype)[0]
-        self.weights: Weights = load_checkpoint(self.folder, device, partial(load, self.spec, dtype, MAX_CONTEXT))[0]
+        self.weights: Weights = load_checkpoint(self.folder, device, partial(load, self.plan, dtype, MAX_CONTEXT))[0]
         per_slot = ceil_div(MAX_CONTEXT, BLOCK_TOKENS)
-        num_bytes = block_bytes(self.spec, dtype) * per_slot * SLOTS
+        num_bytes = block_bytes(self.plan, dtype) * per_slot * SLOTS
         self.pool = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
         self.forget()
-        self.state = make_state(self.spec, dtype, self.pool, SLOTS, MAX_CONTEXT)
+        self.state = make_state(self.plan, dtype, self.pool, SLOTS, MAX_CONTEXT)
         blocks = torch.randperm(SLOTS * per_slot, generator=torch.Generator().manual_seed(0)).to(torch.int32)
         self.state.block_table.copy_(blocks.view(SLOTS, per_slot))
-        self.tables = AdapterTables(self.spec, ADAPTER_SLOTS, DEVICE)
+        self.tables = AdapterTables(self.plan, ADAPTER_SLOTS, DEVICE)
         capacity = Capacity(
             self.max_tokens,
             SLOTS,
             self.max_tokens,
-            ATTENTION.prefill.tile_tokens(dtype, next(self.spec.attentions).head_dim),
+            ATTENTION.prefill.tile_tokens(dtype, next(self.plan.attentions).head_dim),
             ADAPTER_SLOTS,
         )
         self.host = BatchWriter(capacity)
-        self.batch = make_batch(self.spec, capacity, MAX_RANK, DEVICE)
-        self.workspace = make_workspace(self.spec, dtype, capacity, MAX_RANK, MAX_CONTEXT, DEVICE, ATTENTION.decode)
+        self.batch = make_batch(self.plan, capacity, MAX_RANK, DEVICE)
+        self.workspace = make_workspace(self.plan, dtype, capacity, MAX_RANK, MAX_CONTEXT, DEVICE, ATTENTION.decode)
         self.kernels = Kernels(self.dtype)
         at_once = replace(device, driver=NullDriver(), kernels=self.kernels)
-        parts = self.spec, self.weights, self.state, self.batch, self.tables, self.workspace
+        parts = self.plan, self.weights, self.state, self.batch, self.tables, self.workspace
         self.decoder = Decoder(*parts, at_once, ATTENTION)
         self.sampling = np.zeros(SLOTS, SLOT_SAMPLING)
 
     def bind(self, slot: int, folder: Path) -> Bound:
-        data = aligned_bytes(inspect_adapter(folder, self.spec).num_bytes)
-        host = read_adapter(folder, self.spec, data)
+        data = aligned_bytes(inspect_adapter(folder, self.plan).num_bytes)
+        host = read_adapter(folder, self.plan, data)
         image = torch.from_numpy(host.data.copy()).to(DEVICE)
-        write_column(self.tables, self.spec, slot, host.spec, image.data_ptr())
-        items = items_by_shape(self.spec, slot, host.spec, MAX_RANK)
+        write_column(self.tables, self.plan, slot, host.spec, image.data_ptr())
+        items = items_by_shape(self.plan, slot, host.spec, MAX_RANK)
         self.bound[slot] = Bound(folder, host.spec, image, host, items)
         return self.bound[slot]
 
@@ -142,7 +142,7 @@ class TinyDevice:
     def fill(self, rows: Sequence[ScheduledRow], *, with_lora: bool = True, all_prompt: bool = False) -> PassShape:
         """Writes the batch and returns its shape; rows must be in the order of their adapters."""
         words, outputs = self.host.empty(), outputs_of(tuple(rows), self._prompt_tokens)
-        groups = all_groups(self.spec)
+        groups = all_groups(self.plan)
         shape = self.host.fill(words, tuple(rows), outputs, groups, with_lora=with_lora, all_prompt=all_prompt)
         self.batch.words.copy_(torch.from_numpy(words))
         if shape.has_items:
@@ -159,7 +159,7 @@ class TinyDevice:
     ) -> tuple[RowResult, ...]:
         """Runs one pass. `shape`: maps the exact shape to the one that is used. `weights`: merged weights."""
         used = shape(self.fill(rows, with_lora=weights is None))
-        issue_pass(self.decoder.make_pass(used, weights=weights), STREAM, len(self.spec.layers))
+        issue_pass(self.decoder.make_pass(used, weights=weights), STREAM, len(self.plan.layers))
         return self.results(rows)
 
     def results(self, rows: Sequence[ScheduledRow]) -> tuple[RowResult, ...]:

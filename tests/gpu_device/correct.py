@@ -99,7 +99,7 @@ def _check_model(setup: CheckSetup) -> int:
             host_bytes=8 << 20,
             pool_bytes=64 << 20,
         )
-        with cuda_backend(setup, model.spec, Dtype.F32, sizes, folder=model.folder, warm=warm) as backend:
+        with cuda_backend(setup, model.plan, Dtype.F32, sizes, folder=model.folder, warm=warm) as backend:
             got = _served(setup, backend, model)
         for prompt, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
             if ours != theirs:
@@ -110,7 +110,7 @@ def _check_model(setup: CheckSetup) -> int:
 
 def _served(setup: CheckSetup, backend: Backend, model: TinyModel) -> list[list[int]]:
     """Returns the tokens of requests for the base model and all adapters, some of which share one."""
-    session, vocab, lengths = Session(backend, TINY_CONTEXT - 1), model.spec.vocab_size, setup.effort.tiny_lengths
+    session, vocab, lengths = Session(backend, TINY_CONTEXT - 1), model.plan.vocab_size, setup.effort.tiny_lengths
     session.grow_kv(len(lengths))
     for slot, adapter in enumerate(model.read(backend.host_memory), start=1):
         session.load(adapter, slot)

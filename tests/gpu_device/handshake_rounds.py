@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from caraserve.bench.synthetic import Shape, shape_spec
+from caraserve.bench.synthetic import Shape, shape_plan
 from caraserve.core.lora_layout import PANEL, HostAdapter
 from caraserve.cpu import handoff
 from caraserve.cpu.lora_workers.pool import WorkerPool
@@ -62,11 +62,11 @@ class HandshakeBench:
 @contextmanager
 def handshake_bench(setup: CheckSetup, acc: Accelerator) -> Iterator[HandshakeBench]:
     """Yields a bench with one worker."""
-    spec, block_bytes = shape_spec(_SHAPE, 64), align_up(handoff.block_bytes(1), PAGE_BYTES)
+    plan, block_bytes = shape_plan(_SHAPE, 64), align_up(handoff.block_bytes(1), PAGE_BYTES)
     region = SharedRegion(1 << 21)
     blocks, words = region.carve(block_bytes), region.carve(_WORDS_BYTES).view(np.uint32)
-    layout = adapter_spec(spec, Dtype.F16, _RANK, len(spec.layers), _QKV)
-    adapter = random_adapter(spec, layout, region.carve(1 << 18))
+    layout = adapter_spec(plan, Dtype.F16, _RANK, len(plan.layers), _QKV)
+    adapter = random_adapter(plan, layout, region.carve(1 << 18))
     host_x, wide_x = (region.carve(4 * _ROWS * _SHAPE.hidden) for _ in range(2))
     deltas = region.carve(4 * _ROWS * 3 * _SHAPE.hidden)
     base = acc.device.driver.register_host(region.base, region.num_bytes)

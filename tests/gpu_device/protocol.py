@@ -94,7 +94,7 @@ class _AssistedPrompt:
         self.session = Session(backend, TINY_CONTEXT - 1)
         self.session.grow_kv(2)
         self.adapter: HostAdapter = model.read(backend.host_memory)[0]
-        self.vocab = model.spec.vocab_size
+        self.vocab = model.plan.vocab_size
         self.request = Prompt(_ASSISTED, tokens(_PROMPT_TOKENS, self.vocab, 3), _ADAPTER_SLOT)
         self._row = ScheduledRow(_ASSISTED, 0, _PROMPT_TOKENS, _ADAPTER_SLOT, samples=True)
         self._loading: SimpleQueue[Exception | None] = SimpleQueue()
@@ -175,7 +175,7 @@ def _check_assisted_prompts(setup: CheckSetup, lines: Lines) -> tuple[int, Worke
         lora_cpus=setup.cores(2),
     )
     device = replace(opened, driver=link.driver)
-    with cuda_backend(setup, model.spec, Dtype.F32, sizes, folder=model.folder, device=device, warm=True) as backend:
+    with cuda_backend(setup, model.plan, Dtype.F32, sizes, folder=model.folder, device=device, warm=True) as backend:
         backend.start_workers(lambda rank: 64)
         backend.use(NOTHING_ARRIVES)
         if not backend.workers.await_all(_BIRTH_S):

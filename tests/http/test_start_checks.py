@@ -309,7 +309,7 @@ async def test_adapters_above_the_highest_rank_are_refused() -> None:
 
 
 def announced(capsys: pytest.CaptureFixture[str], **settings: object) -> str:
-    served = SimpleNamespace(engine=FakeEngine(), spec=load_plan(demo.model_folder()), device="the CPU")
+    served = SimpleNamespace(engine=FakeEngine(), plan=load_plan(demo.model_folder()), device="the CPU")
     served.engine.loaded = {}
     _announce(served, http_config(**settings), 8000)  # type: ignore[arg-type]
     return capsys.readouterr().out

@@ -146,7 +146,7 @@ async def test_any_mix_over_a_small_pool_answers_like_peft(subject: Subject, see
     """Popular and rare adapters, preempted and cancelled requests, chunks, and prefixes computed merged or not."""
     model, adapters, oracle = subject
     rng = random.Random(seed)
-    spec = load_plan(model)
+    plan = load_plan(model)
     stems = [prompt_of(rng, 70) for _ in range(2)]
     popular = rng.choice([*adapters])
     asked: list[Asked] = []
@@ -157,7 +157,7 @@ async def test_any_mix_over_a_small_pool_answers_like_peft(subject: Subject, see
     wanted = [rng.randrange(1, 24) for _ in asked]
     left = [rng.random() < 0.15 for _ in asked]
 
-    kv_bytes = rng.randrange(13, 40) * 16 * spec.kv_bytes_per_token(4)
+    kv_bytes = rng.randrange(13, 40) * 16 * plan.kv_bytes_per_token(4)
     step_tokens = rng.choice((16, 24, 60, 256))
     limits = {
         "seqs": 8,

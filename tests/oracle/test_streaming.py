@@ -102,12 +102,12 @@ class Serving:
     ) -> AsyncIterator[tuple[Engine, Network]]:
         cpus = WORKER_CORES if workers else None
         lora = lora_config(self.adapters, mode=mode, lora_cpus=cpus, device_bytes=device_bytes)
-        spec = load_plan(self.model)
-        engine = engine_config(kv_bytes=kv_blocks * 16 * spec.kv_bytes_per_token(4))
+        plan = load_plan(self.model)
+        engine = engine_config(kv_bytes=kv_blocks * 16 * plan.kv_bytes_per_token(4))
         async with running(model_config(self.model, max_model_len=128), lora, engine) as served:
             if workers:
                 assert backend_of(served).workers.await_all(PATIENCE_S)
-            network = Network(spec)
+            network = Network(plan)
             served.catalog.manager._host_loader._read = network.read
             yield served, network
 

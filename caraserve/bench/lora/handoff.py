@@ -14,7 +14,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.bench.lora.kernels import QKV, KernelCase, adapter_of, one_layer_spec, torch_layers
+from caraserve.bench.lora.kernels import QKV, KernelCase, adapter_of, one_layer_plan, torch_layers
 from caraserve.bench.lora.process import deaf_to_interrupts, pin, pinned_process
 from caraserve.cpu.backend import CpuBackend, CpuSizes
 from caraserve.cpu.lora_workers.timing import RoundTrip
@@ -65,19 +65,19 @@ class HandoffBench:
     """A backend of one layer whose only work is hand-offs, with one adapter for each dtype and rank given."""
 
     def __init__(self, hidden: int, adapters: Sequence[tuple[Dtype, int]], cores: Sequence[int]) -> None:
-        self._spec = one_layer_spec(hidden)
-        loaded = load_model(self._spec, Dtype.F16, _MOST_TOKENS, dummy_reader(0, Dtype.F16), lambda: None)
+        self._plan = one_layer_plan(hidden)
+        loaded = load_model(self._plan, Dtype.F16, _MOST_TOKENS, dummy_reader(0, Dtype.F16), lambda: None)
         sizes = CpuSizes(
             threads=1,
             num_slots=1,
             adapter_slots=len(adapters) + 1,
             max_step_tokens=_MOST_TOKENS,
             max_context=_MOST_TOKENS,
-            kv_cache_bytes=self._spec.kv_bytes_per_token(4) * _MOST_TOKENS,
+            kv_cache_bytes=self._plan.kv_bytes_per_token(4) * _MOST_TOKENS,
             host_bytes=_HOST_BYTES,
             lora_cpus=tuple(cores),
         )
-        self._backend = CpuBackend(self._spec, loaded, sizes)
+        self._backend = CpuBackend(self._plan, loaded, sizes)
         self._slots = {adapter: slot for slot, adapter in enumerate(adapters, 1)}
 
     def __enter__(self) -> "HandoffBench":
@@ -87,8 +87,8 @@ class HandoffBench:
             raise BackendFailed(f"the CPU LoRA workers did not appear within {_BIRTH_S:.0f} s")
         device, at = MeasuredBackend(self._backend), 0
         for (dtype, rank), slot in self._slots.items():
-            spec = adapter_spec(self._spec, dtype, rank, 1, QKV)
-            device.load(random_adapter(self._spec, spec, device.host_memory[at:]), slot)
+            spec = adapter_spec(self._plan, dtype, rank, 1, QKV)
+            device.load(random_adapter(self._plan, spec, device.host_memory[at:]), slot)
             at += spec.num_bytes
         return self
 
@@ -157,8 +157,8 @@ def _serve_socket(end: socket.socket, hidden: int, rank: int, tokens: int, core:
     pin([core])
     from caraserve.profiling.cpu_lora_rate import LayerLora  # compiles kernels
 
-    spec = one_layer_spec(hidden)
-    lora = LayerLora(spec, adapter_of(spec, Dtype.F16, rank), QKV, tokens)
+    plan = one_layer_plan(hidden)
+    lora = LayerLora(plan, adapter_of(plan, Dtype.F16, rank), QKV, tokens)
     lora.layer_ms(1)
     deltas = np.zeros((len(QKV), tokens, hidden), np.float32)
     end.sendall(_DONE)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from caraserve.bench.synthetic import MODULES, Shape, shape_spec
+from caraserve.bench.synthetic import MODULES, Shape, shape_plan
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
@@ -23,10 +23,10 @@ QKV = MODULES[:3]
 _HEAD_DIM = 128
 
 
-def one_layer_spec(hidden: int, layers: int = 1) -> DecoderPlan:
+def one_layer_plan(hidden: int, layers: int = 1) -> DecoderPlan:
     """Returns a model with full-size attention projections and a minimal MLP and vocabulary: LoRA needs no more."""
     heads = max(1, hidden // _HEAD_DIM)
-    return shape_spec(Shape(hidden, layers, 64, 64, heads, heads), 1024)
+    return shape_plan(Shape(hidden, layers, 64, 64, heads, heads), 1024)
 
 
 def adapter_of(plan: DecoderPlan, dtype: Dtype, rank: int) -> HostAdapter:
@@ -120,8 +120,8 @@ def measure(case: KernelCase) -> KernelPoint:
 def _ours(case: KernelCase, layers: int) -> Callable[[], float]:
     from caraserve.profiling.cpu_lora_rate import LayerLora
 
-    spec = one_layer_spec(case.hidden, layers)
-    lora = LayerLora(spec, adapter_of(spec, case.dtype, case.rank), QKV, case.tokens)
+    plan = one_layer_plan(case.hidden, layers)
+    lora = LayerLora(plan, adapter_of(plan, case.dtype, case.rank), QKV, case.tokens)
 
     def layer_s() -> float:
         once_s = lora.layer_ms(1) * layers / 1000

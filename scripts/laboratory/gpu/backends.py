@@ -41,27 +41,27 @@ class TinyModel:
 
     @classmethod
     def write(cls, folder: Path) -> "TinyModel":
-        spec = write_model(folder / "tiny", TINY, "float32", TINY_CONTEXT)
+        plan = write_model(folder / "tiny", TINY, "float32", TINY_CONTEXT)
         paths = write_adapters(
             folder / "tiny-adapters",
-            spec,
+            plan,
             count=len(_TINY_RANKS),
             ranks=_TINY_RANKS,
-            targets=spec.targets,
+            targets=plan.targets,
             dtype="float32",
         )
         return cls(folder / "tiny", tuple(paths.values()))
 
     @property
-    def spec(self) -> DecoderPlan:
+    def plan(self) -> DecoderPlan:
         return load_plan(self.folder)
 
     def read(self, memory: NDArray[np.uint8]) -> list[HostAdapter]:
         """Reads all adapters into `memory`, one after another."""
         found, at = [], 0
         for path in self.adapters:
-            size = inspect_adapter(path, self.spec).num_bytes
-            found.append(read_adapter(path, self.spec, memory[at : at + size]))
+            size = inspect_adapter(path, self.plan).num_bytes
+            found.append(read_adapter(path, self.plan, memory[at : at + size]))
             at = align_up(at + size, ALIGN_BYTES)
         return found
 
@@ -71,19 +71,19 @@ def cpu_backend(model: TinyModel, slots: int, adapter_slots: int, step_tokens: i
     """Yields a CPU backend as reference: tests compare its results with those of transformers and peft."""
     from caraserve.cpu.backend import CpuBackend, CpuSizes  # here, because this import compiles kernels
 
-    spec = model.spec
+    plan = model.plan
     with FolderReader(model.folder) as read:
-        loaded = load_model(spec, Dtype.F32, TINY_CONTEXT, read, lambda: None)
+        loaded = load_model(plan, Dtype.F32, TINY_CONTEXT, read, lambda: None)
     sizes = CpuSizes(
         threads=1,
         num_slots=slots,
         adapter_slots=adapter_slots,
         max_step_tokens=step_tokens,
         max_context=TINY_CONTEXT,
-        kv_cache_bytes=2 * slots * (TINY_CONTEXT + 32) * spec.kv_bytes_per_token(4),
+        kv_cache_bytes=2 * slots * (TINY_CONTEXT + 32) * plan.kv_bytes_per_token(4),
         host_bytes=8 << 20,
     )
-    backend = CpuBackend(spec, loaded, sizes)
+    backend = CpuBackend(plan, loaded, sizes)
     try:
         backend.warm_up()
         yield backend

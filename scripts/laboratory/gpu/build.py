@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from caraserve.bench.synthetic import shape_spec
+from caraserve.bench.synthetic import shape_plan
 from caraserve.gpu.builder import GpuSizes
 from caraserve.gpu.kernels.cuda_kernels import CudaKernels
 from caraserve.model.dtype import Dtype
@@ -48,7 +48,7 @@ def build(setup: CheckSetup) -> StageResult[BuildFigures]:
     raw = {dtype.name.lower(): _load(setup, dtype) for dtype in Dtype}
     lines.add("raw kernels loaded, three types, no spills", f"{sum(each.s for each in raw.values()):.1f} s")
     started_s = time.monotonic()
-    spec = shape_spec(replace(setup.effort.shape, layers=_LAYERS), 2 * _CONTEXT)
+    plan = shape_plan(replace(setup.effort.shape, layers=_LAYERS), 2 * _CONTEXT)
     sizes = GpuSizes(
         num_slots=2,
         adapter_slots=2,
@@ -59,7 +59,7 @@ def build(setup: CheckSetup) -> StageResult[BuildFigures]:
         pool_bytes=64 << 20,
         graph_bytes=setup.effort.graph_bytes,
     )
-    with cuda_backend(setup, spec, DTYPE, sizes):
+    with cuda_backend(setup, plan, DTYPE, sizes):
         warm_up_s = time.monotonic() - started_s
     lines.add("a layer of a large model, warmed up", f"{warm_up_s:.1f} s")
     return StageResult(BuildFigures(ahead, ahead_s, raw, warm_up_s), lines.all)

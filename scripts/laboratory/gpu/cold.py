@@ -110,7 +110,7 @@ def cold(setup: CheckSetup) -> StageResult[ColdFigures]:
 def _profile(setup: CheckSetup, subject: MeasuredModel, link: float) -> profiles.Profile:
     """Returns a profile for the backend's predictions, from the link's speed and warm prefills of the base model."""
     prompts = [profiles.PrefillPoint(count, 0, subject.prefill_ms(count, 0)) for count in setup.effort.cold_prompts]
-    flop = 4 * subject.spec.hidden * len(target_sets(subject.spec)["qkv"])  # per token and unit of rank
+    flop = 4 * subject.plan.hidden * len(target_sets(subject.plan)["qkv"])  # per token and unit of rank
     rates = [
         profiles.LoraRate(rank, targets, _CORE_FLOP_PER_S / flop / rank, fixed_ms=0.0)
         for targets in get_args(profiles.Targets)
@@ -136,7 +136,7 @@ def _points(
 ) -> list[ColdPoint]:
     subject.forget_adapters()
     adapter, points = subject.adapter(rank, targets), []
-    whole = subject.put(_with_one_more(subject.spec, rank)) if targets == "qkv" else adapter
+    whole = subject.put(_with_one_more(subject.plan, rank)) if targets == "qkv" else adapter
     for count in setup.effort.cold_prompts:
         if adapter is None or whole is None or setup.left_s < setup.budget_s / 4:
             break

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
-from caraserve.bench.synthetic import shape_spec
+from caraserve.bench.synthetic import shape_plan
 from caraserve.gpu.backend import CudaBackend
 from caraserve.gpu.kernels import cuda_sources
 from caraserve.gpu.weights import TORCH_DTYPES, load
@@ -90,7 +90,7 @@ def warm_up_all(setup: CheckSetup) -> None:
     slots, context = max(setup.effort.batches), max(setup.effort.contexts)
     sizes = replace(measured_sizes(setup, slots, context, slots + 1, workers=1), host_bytes=1 << 20)
     for shape, dtype in setup.effort.compiled:
-        device, plan = null_device(), shape_spec(replace(shape, layers=min(shape.layers, _LAYERS)), 2 * context)
+        device, plan = null_device(), shape_plan(replace(shape, layers=min(shape.layers, _LAYERS)), 2 * context)
         weights = load(plan, TORCH_DTYPES[dtype], sizes.max_context, device.device, lambda name, target: None)
         backend = CudaBackend(plan, weights, sizes, device)
         backend.warm_up()

@@ -55,9 +55,9 @@ def fleet(setup: CheckSetup) -> StageResult[FleetFigures]:
     """Runs the stage. Raises BackendFailed when the server does not start or an answer fails."""
     effort, lines = setup.effort, Lines()
     folder, dtype = setup.folder / "model", effort.fleet_dtype
-    spec = write_model(folder / "base", effort.fleet_shape, dtype, 32 * effort.fleet_tokens, weights=False)
+    plan = write_model(folder / "base", effort.fleet_shape, dtype, 32 * effort.fleet_tokens, weights=False)
     write_adapters(
-        folder / "adapters", spec, count=effort.fleet_adapters, ranks=(_RANK,), targets=TARGETS["all"], dtype="float16"
+        folder / "adapters", plan, count=effort.fleet_adapters, ranks=(_RANK,), targets=TARGETS["all"], dtype="float16"
     )
     arguments = (
         *(str(folder / "base"), "--load-format", "dummy", "--served-model-name", "base", "--dtype", dtype),

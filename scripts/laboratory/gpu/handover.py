@@ -163,7 +163,7 @@ def _point(setup: CheckSetup, subject: MeasuredModel, explicit: ExplicitSync, co
     token_ids = {each.token_id for each in (*sync_free, *explicit_ones)}
     if len(token_ids) > 1:
         raise WrongResult(f"{count} tokens: the first token differs with the hand-over, {token_ids}")
-    hand_offs = len(subject.spec.layers) * len(list(chunk_ends(0, count))) * len(explicit_ones)
+    hand_offs = len(subject.plan.layers) * len(list(chunk_ends(0, count))) * len(explicit_ones)
     if (waits := explicit.waits - before) != _WAITS_OF_A_HAND_OFF * hand_offs:
         raise BackendFailed(f"the host waited {waits} times in {hand_offs} hand-offs: kernels were launched by a graph")
     return HandOverPoint(count, median(each.ms for each in sync_free), median(each.ms for each in explicit_ones))
@@ -172,7 +172,7 @@ def _point(setup: CheckSetup, subject: MeasuredModel, explicit: ExplicitSync, co
 def _prefill(subject: MeasuredModel, count: int) -> _Prefill:
     (ended,) = subject.session.run(subject.prompt_batch(count, _SLOT, 0, is_side_batch=True))
     (made,) = ended.result.rows
-    if made.needs_retry or made.cpu_layers < len(subject.spec.layers):
-        layers = f"{made.cpu_layers} of {len(subject.spec.layers)} layers"
+    if made.needs_retry or made.cpu_layers < len(subject.plan.layers):
+        layers = f"{made.cpu_layers} of {len(subject.plan.layers)} layers"
         raise BackendFailed(f"CPU workers computed {layers} of a prompt of {count} tokens whose weights do not arrive")
     return _Prefill(1000 * (ended.result.done_s - ended.result.started_s), made.token_id)

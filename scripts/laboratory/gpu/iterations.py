@@ -68,7 +68,7 @@ def decode_points(
                 break
             base_ms = subject.decode_ms(context - 1, [0] * batch)
             lora_ms = subject.decode_ms(context - 1, adapters[:batch])
-            share = floor_ms(subject.spec, batch * context, bytes_per_s) / base_ms
+            share = floor_ms(subject.plan, batch * context, bytes_per_s) / base_ms
             points.append(DecodePoint(batch, context, base_ms, lora_ms, share))
             name, value = f"decode, batch {batch}, context {context}", f"{base_ms:.2f} ms, {share:.0%} of the floor"
             target = targets.get((batch, context))
@@ -85,6 +85,6 @@ def prefill_points(subject: MeasuredModel, lengths: Sequence[int], adapter: int,
     for count in lengths:
         base_ms, lora_ms = subject.prefill_ms(count, 0), subject.prefill_ms(count, adapter)
         points.append(PrefillPoint(count, base_ms, lora_ms))
-        value = f"{base_ms:.2f} ms, {2 * count * subject.spec.num_parameters / base_ms / 1e9:.0f} TFLOP/s"
+        value = f"{base_ms:.2f} ms, {2 * count * subject.plan.num_parameters / base_ms / 1e9:.0f} TFLOP/s"
         lines.add(f"prefill of {count} tokens", f"{value}; with an adapter {lora_ms / base_ms:.2f} times as long")
     return points

@@ -48,7 +48,7 @@ def llama3(setup: CheckSetup) -> StageResult[Llama3Figures]:
         setup, slots, effort.long_context, max(slots, len(RANKS)) + 1, shape=effort.gqa_shape
     ) as subject:
         long = _long(setup, subject, bytes_per_s, lines)
-        short = MeasuredModel(setup, subject.backend, subject.spec, context)
+        short = MeasuredModel(setup, subject.backend, subject.plan, context)
         fitting = short.grow_contexts(slots)
         short.fill(range(fitting), context)
         adapters = load_adapters(short, fitting)
@@ -74,7 +74,7 @@ def _long(setup: CheckSetup, subject: MeasuredModel, bytes_per_s: float, lines: 
         subject.fill(range(filled, batch), context)
         filled = max(filled, batch)
         decode_ms[batch] = subject.decode_ms(context - 1, [0] * batch)
-        share = floor_ms(subject.spec, batch * context, bytes_per_s) / decode_ms[batch]
+        share = floor_ms(subject.plan, batch * context, bytes_per_s) / decode_ms[batch]
         name, value = (
             f"decode, batch {batch}, context {context}",
             f"{decode_ms[batch]:.2f} ms, {share:.0%} of the floor",
@@ -88,7 +88,7 @@ def _long(setup: CheckSetup, subject: MeasuredModel, bytes_per_s: float, lines: 
 
 def _last_chunk_flops(subject: MeasuredModel, context: int, chunk: int) -> float:
     """Returns the operations of products by weights and of attention, in the last chunk of a prompt."""
-    plan, count = subject.spec, (context - 1) % chunk + 1
+    plan, count = subject.plan, (context - 1) % chunk + 1
     seen = context - count / 2  # positions that a token of the chunk attends to, on average
     attention = sum(one.heads * one.head_dim for one in plan.attentions)
     return 2.0 * count * plan.num_parameters + 4.0 * attention * count * seen

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 
-from caraserve.bench.synthetic import Shape, shape_spec
+from caraserve.bench.synthetic import Shape, shape_plan
 from caraserve.core.batch import Batch, ScheduledRow
 from caraserve.core.lora_layout import ALIGN_BYTES, AdapterSpec, HostAdapter
 from caraserve.core.machine_profile import Targets
@@ -31,14 +31,14 @@ class MeasuredModel:
     """A backend, its session and its host memory, for timing iterations of requests with filled contexts."""
 
     def __init__(self, setup: CheckSetup, backend: CudaBackend, plan: DecoderPlan, context: int) -> None:
-        self.setup, self.backend, self.spec = setup, backend, plan
+        self.setup, self.backend, self.plan = setup, backend, plan
         self.session = Session(backend, context)
         self._host_at = 0
 
     def adapter(self, rank: int, targets: Targets) -> HostAdapter | None:
         """Puts a new random adapter into host memory; returns None when there is no room left."""
-        names = target_sets(self.spec)[targets]
-        return self.put(adapter_spec(self.spec, DTYPE, rank, len(self.spec.layers), names))
+        names = target_sets(self.plan)[targets]
+        return self.put(adapter_spec(self.plan, DTYPE, rank, len(self.plan.layers), names))
 
     def put(self, spec: AdapterSpec) -> HostAdapter | None:
         """Puts a new random adapter with this spec into host memory; returns None when there is no room left."""
@@ -46,7 +46,7 @@ class MeasuredModel:
         if memory.nbytes < spec.num_bytes:
             return None
         self._host_at += align_up(spec.num_bytes, ALIGN_BYTES)
-        return random_adapter(self.spec, spec, memory)
+        return random_adapter(self.plan, spec, memory)
 
     def forget_adapters(self) -> None:
         """Lets later adapters overwrite the host memory of these. None of these may still be on the device."""
@@ -66,7 +66,7 @@ class MeasuredModel:
         """Prefills a request of `context` tokens in each slot, in the largest chunks; returns the ms of each chunk."""
         most, times_ms = self.backend.limits.max_step_tokens, list[float]()
         for slot in slots:
-            prompt = Prompt(slot, tokens(context, self.spec.vocab_size, slot))
+            prompt = Prompt(slot, tokens(context, self.plan.vocab_size, slot))
             starts = range(0, context, most)
             rows = [ScheduledRow(slot, at, min(most, context - at), 0, samples=False) for at in starts]
             first, *rest = rows
@@ -102,7 +102,7 @@ class MeasuredModel:
 
     def prompt_batch(self, count: int, adapter: int, slot: int, *, is_side_batch: bool = False) -> Batch:
         """Returns a batch that starts a new request in `slot` and prefills its whole prompt of `count` tokens."""
-        prompt = Prompt(slot, tokens(count, self.spec.vocab_size, 1), adapter)
+        prompt = Prompt(slot, tokens(count, self.plan.vocab_size, 1), adapter)
         return self.session.started(
             [prompt],
             [ScheduledRow(slot, 0, count, adapter, samples=True, assist=is_side_batch)],
@@ -125,10 +125,10 @@ def measured_model(
 
     `shape` and `device` replace the setup's.
     """
-    spec = shape_spec(shape or setup.effort.shape, max(4096, context + 64))
+    plan = shape_plan(shape or setup.effort.shape, max(4096, context + 64))
     sizes = measured_sizes(setup, slots, context, adapter_slots, workers)
-    with cuda_backend(setup, spec, DTYPE, sizes, device=device) as backend:
-        yield MeasuredModel(setup, backend, spec, context)
+    with cuda_backend(setup, plan, DTYPE, sizes, device=device) as backend:
+        yield MeasuredModel(setup, backend, plan, context)
 
 
 def measured_sizes(setup: CheckSetup, slots: int, context: int, adapter_slots: int, workers: int = 0) -> GpuSizes:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from caraserve.bench.synthetic import shape_spec, write_repeating_weights
+from caraserve.bench.synthetic import shape_plan, write_repeating_weights
 from caraserve.errors import BackendFailed
 from caraserve.gpu.builder import GpuSizes
 from caraserve.gpu.memory.weight_transfer import TransferFigures
@@ -38,7 +38,7 @@ def start_once(setup: CheckSetup) -> StageResult[StartFigures]:
     started_s = time.monotonic()
     device = setup.open(DTYPE)[0]
     opened_s = time.monotonic()
-    spec = model_spec(setup)
+    plan = model_plan(setup)
     sizes = GpuSizes(
         num_slots=max(setup.effort.batches),
         adapter_slots=4,
@@ -50,17 +50,17 @@ def start_once(setup: CheckSetup) -> StageResult[StartFigures]:
         graph_bytes=setup.effort.graph_bytes,
     )
     device.enter_thread()
-    weights, transfer = load_folder(setup.folder.with_name(CHECKPOINT), spec, DTYPE, sizes, device)
+    weights, transfer = load_folder(setup.folder.with_name(CHECKPOINT), plan, DTYPE, sizes, device)
     loaded_s = time.monotonic()
-    with cuda_backend(setup, spec, DTYPE, sizes, weights=weights, device=device):
+    with cuda_backend(setup, plan, DTYPE, sizes, weights=weights, device=device):
         ready_s = time.monotonic()
         used = device.driver.total_bytes() - device.driver.free_bytes()
     return StageResult(StartFigures(opened_s - started_s, transfer, ready_s - loaded_s, used), Lines().all)
 
 
-def model_spec(setup: CheckSetup) -> DecoderPlan:
+def model_plan(setup: CheckSetup) -> DecoderPlan:
     """Returns the model that is started."""
-    return shape_spec(replace(setup.effort.shape, layers=_LAYERS), 2 * _CONTEXT)
+    return shape_plan(replace(setup.effort.shape, layers=_LAYERS), 2 * _CONTEXT)
 
 
 _LOADINGS = ("EAGER", "LAZY")  # values of CUDA_MODULE_LOADING
@@ -86,7 +86,7 @@ def startup(setup: CheckSetup) -> StageResult[StartupFigures]:
     when one does not start."""
     lines, starts = Lines(), dict[str, Start]()
     checkpoint = setup.folder / CHECKPOINT
-    write_repeating_weights(checkpoint, model_spec(setup), "bfloat16")
+    write_repeating_weights(checkpoint, model_plan(setup), "bfloat16")
     for loading in _LOADINGS:
         started_s = time.monotonic()
         folder = setup.folder / loading

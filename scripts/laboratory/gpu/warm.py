@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from caraserve.bench.synthetic import shape_spec
+from caraserve.bench.synthetic import shape_plan
 from caraserve.core.batch import Batch, ScheduledRow, SlotSampling
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.core.machine_profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile
@@ -50,7 +50,7 @@ def warm(setup: CheckSetup) -> StageResult[WarmFigures]:
     """Serves batches of many sizes, with and without adapters, while adapters arrive and while CPU workers help."""
     effort, lines = setup.effort, Lines()
     slots = max(effort.warm_batches) + 1  # one for a prompt beside the most that decode
-    spec = shape_spec(effort.warm_shape, 2 * _LONGEST)
+    plan = shape_plan(effort.warm_shape, 2 * _LONGEST)
     device = setup.open(DTYPE)[0]
     sizes = GpuSizes(
         num_slots=slots,
@@ -63,8 +63,8 @@ def warm(setup: CheckSetup) -> StageResult[WarmFigures]:
         graph_bytes=effort.graph_bytes,
         lora_cpus=setup.cores(2),
     )
-    with cuda_backend(setup, spec, DTYPE, sizes, device=device) as backend:
-        subject = MeasuredModel(setup, backend, spec, _LONGEST)
+    with cuda_backend(setup, plan, DTYPE, sizes, device=device) as backend:
+        subject = MeasuredModel(setup, backend, plan, _LONGEST)
         backend.start_workers(lambda rank: 64)
         backend.use(NOTHING_ARRIVES)
         if not backend.workers.await_all(_BIRTH_S):
@@ -100,7 +100,7 @@ def _serve_all(subject: MeasuredModel, adapter: HostAdapter, slots: int) -> int:
 def _batches(subject: MeasuredModel, slots: int) -> Iterator[Batch]:
     """Yields prompts of every length, and decode iterations of every size, of the base model and with an adapter, some
     beside a prompt."""
-    effort, vocab = subject.setup.effort, subject.spec.vocab_size
+    effort, vocab = subject.setup.effort, subject.plan.vocab_size
     for count in effort.warm_prompts:
         for adapter in (0, _LOADED):
             yield subject.prompt_batch(count, adapter, 0)

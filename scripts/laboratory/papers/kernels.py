@@ -16,7 +16,7 @@ from caraserve.bench.lora.handoff import HandoffBench, RoundTripPoint, beside_th
 from caraserve.bench.lora.kernels import QKV, KernelCase, measure
 from caraserve.bench.lora.process import pinned_process
 from caraserve.bench.report.plots import Panel, Series
-from caraserve.bench.synthetic import SHAPES, Shape, shape_spec
+from caraserve.bench.synthetic import SHAPES, Shape, shape_plan
 from caraserve.core.machine_profile import LineFit
 from caraserve.cpu.backend import CpuBackend, CpuSizes
 from caraserve.cpu.weights import dummy_reader, load_model
@@ -162,9 +162,9 @@ def _measurements(
 ) -> dict[Ranks, Measurement]:
     """Starts a backend with as many adapters of each rank as a batch has, until `stack` ends. Returns the measurement
     of each batch."""
-    spec = shape_spec(shape, _MAX_CONTEXT)
+    plan = shape_plan(shape, _MAX_CONTEXT)
     most, ranks_used = max(map(len, batches)), sorted({rank for ranks in batches for rank in ranks})
-    specs = {rank: adapter_spec(spec, Dtype.F16, rank, len(spec.layers), QKV) for rank in ranks_used}
+    specs = {rank: adapter_spec(plan, Dtype.F16, rank, len(plan.layers), QKV) for rank in ranks_used}
     slots, end = {}, 1
     for rank in ranks_used:
         slots[rank] = range(end, end + max(ranks.count(rank) for ranks in batches))
@@ -175,22 +175,22 @@ def _measurements(
         adapter_slots=end,
         max_step_tokens=_MAX_CONTEXT,
         max_context=_MAX_CONTEXT,
-        kv_cache_bytes=spec.kv_bytes_per_token(4) * _MAX_CONTEXT * most,
+        kv_cache_bytes=plan.kv_bytes_per_token(4) * _MAX_CONTEXT * most,
         host_bytes=max(each.num_bytes for each in specs.values()),
         padded=padded,
     )
-    loaded = load_model(spec, Dtype.F32, _MAX_CONTEXT, dummy_reader(0, Dtype.F32), lambda: None)
-    backend = CpuBackend(spec, loaded, sizes)
+    loaded = load_model(plan, Dtype.F32, _MAX_CONTEXT, dummy_reader(0, Dtype.F32), lambda: None)
+    backend = CpuBackend(plan, loaded, sizes)
     stack.callback(backend.close)
     backend.warm_up()
     device = MeasuredBackend(backend)
     for rank, its_slots in slots.items():
-        image = random_adapter(spec, specs[rank], device.host_memory)
+        image = random_adapter(plan, specs[rank], device.host_memory)
         for slot in its_slots:
             device.load(image, slot)
     requests = SyntheticRequests(
         device,
-        spec.vocab_size,
+        plan.vocab_size,
         context_tokens=_CONTEXT_TOKENS,
         most=most,
         contexts=_CONTEXTS,

@@ -79,7 +79,7 @@ def mixed_batch(rng: random.Random, longest: int = 12) -> list[Request]:
 
 
 def test_a_mixed_batch_is_answered_like_peft(any_family: Subject, rng: random.Random) -> None:
-    has_window = next(any_family.device.spec.attentions).window is not None
+    has_window = next(any_family.device.plan.attentions).window is not None
     requests = mixed_batch(rng, SLIDING_WINDOW + 9 if has_window else 12)
     if INTERPRETED:  # all adapters are in the batch of the test that follows
         requests = requests[:3]
@@ -158,7 +158,7 @@ def test_prompts_are_embedded_beside_others_that_sample(llama: Subject, rng: ran
 
 def test_merged_adapters_answer_like_peft_one_after_another(llama: Subject, rng: random.Random) -> None:
     device = llama.device
-    merged = MergedDeviceWeights(device.spec, device.weights, MAX_RANK)
+    merged = MergedDeviceWeights(device.plan, device.weights, MAX_RANK)
     before = [linear.weight.clone() for layer in device.weights.layers for linear in layer.linears]
     for name in ("all", "mixed", "mlp"):
         bound = device.bound[NAMES.index(name)]
@@ -179,7 +179,7 @@ def test_bf16_answers_like_peft_within_rounding(llama: Subject, rng: random.Rand
     requests = [Request(0, prompt_of(rng, 5), 1, logprobs=0), Request(1, prompt_of(rng, 1), 1, logprobs=0)]
     serve(device, requests, 2)
     check_roughly(llama, requests)
-    merged = MergedDeviceWeights(device.spec, device.weights, MAX_RANK)
+    merged = MergedDeviceWeights(device.plan, device.weights, MAX_RANK)
     again = Request(2, requests[0].prompt, 1, logprobs=0)
     merged.merge(bound.spec, bound.image, device.decoder.driver, STREAM)
     serve(device, [again], 1, weights=merged.weights)
