@@ -108,6 +108,9 @@ def check_options(plan: DecoderPlan, model: ModelConfig, engine: EngineConfig, l
 
 
 def _check_cuda_options(plan: DecoderPlan, lora: LoraConfig) -> None:
+    from caraserve.gpu.supported_plans import check_plan
+
+    check_plan(plan)
     if lora.mode.merges and plan.is_quantized:
         raise ConfigError(
             "--loading-mode merged adds adapters to the weights, and quantised ones cannot hold the sum; give another "

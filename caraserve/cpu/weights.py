@@ -325,8 +325,8 @@ class _DummyTensors:
         self._rng, self._dtype = np.random.default_rng(seed), dtype
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[Raw, Dtype]:
-        if len(shape) == 1:
-            values = np.ones(shape, np.float32) if name.endswith("norm.weight") else np.zeros(shape, np.float32)
+        if len(shape) == 1 or "norm" in name:
+            values = np.full(shape, not name.endswith("bias"), np.float32)
         else:
             values = self._rng.standard_normal(shape, np.float32) * np.float32(_DUMMY_STD)
         return convert(values, Dtype.F32, self._dtype), self._dtype

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from caraserve.core.lora_layout import A_COLUMNS
 from caraserve.errors import ModelLoadError
 from caraserve.gpu.attention.base import NO_WINDOW, LayerAttention
 from caraserve.gpu.kernels.heads import Heads, RopeTables
@@ -20,9 +19,10 @@ from caraserve.gpu.linear.base import SCALE, TORCH_CODES, Fill, Linear, LinearLo
 from caraserve.gpu.linear.dense import DenseLinear
 from caraserve.gpu.linear.formats import class_of, load_linear
 from caraserve.gpu.linear.quantized import row_blocks
+from caraserve.gpu.supported_plans import check_plan
 from caraserve.model.dtype import Dtype
 from caraserve.model.formats import WeightFormat
-from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, LinearPlan, Mlp, Norm, Rope
+from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, LinearPlan, Norm, Rope
 from caraserve.model.rope import alibi_slopes, growth_of_q, rope_tables
 from caraserve.util.units import human_bytes
 
@@ -100,33 +100,18 @@ def load(
     Raises ModelLoadError for layers and sizes that the kernels do not support or if device memory is too small, and
     the errors of `fill`.
     """
-    check(plan)
+    check_plan(plan)
+    for stored in plan.formats:
+        class_of(stored)
     try:
         loader = LinearLoader(dtype, device, fill, torch.ones(1, device=device))
-        return _Loader(plan, max_context, loader).load(progress)
+        weights = _Loader(plan, max_context, loader).load(progress)
     except torch.OutOfMemoryError as error:
         need = human_bytes(num_bytes(plan, dtype))
         raise ModelLoadError(f"the model's weights take {need} of device memory, more than is free") from error
-
-
-def check(plan: DecoderPlan) -> None:
-    """Raises ModelLoadError for what the CUDA backend cannot compute."""
-    for index, layer in enumerate(plan.layers):
-        for block in layer.blocks:
-            if not isinstance(block.body, Attention | Mlp):
-                kind = type(block.body).__name__
-                raise ModelLoadError(
-                    f"layer {index} has a {kind}, which a GPU cannot compute; it computes attention and MLPs"
-                )
-        if sum(isinstance(block.body, Attention) for block in layer.blocks) > 1:
-            raise ModelLoadError(f"layer {index} has more than one attention, which a GPU cannot compute")
-        if any(block.reads_first_rows for block in layer.blocks) and layer.blocks[0].pre is None:
-            raise ModelLoadError(f"layer {index} has blocks of the same rows and no norm before them")
-    for linear in (linear for layer in plan.layers for linear in layer.linears):
-        if linear.inputs % A_COLUMNS:
-            raise ModelLoadError(
-                f"{linear.module} has {linear.inputs} inputs, not a multiple of {A_COLUMNS}, which CUDA needs"
-            )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of copies of modules whose outputs are stored in another order
+    return weights
 
 
 class _Loader:
@@ -199,9 +184,9 @@ class _Loader:
             heads=body.heads,
             kv_heads=body.kv_heads,
             head_dim=body.head_dim,
-            q=columns["q"],
-            k=columns["k"],
-            v=columns.get("v", columns["k"]),
+            q=columns["q"].start,
+            k=columns["k"].start,
+            v=columns.get("v", columns["k"]).start,
             rope=None if body.rope is None else self._ropes[body.rope],
             q_norm=self._norm(body.q_norm, body.head_dim, body.heads),
             k_norm=self._norm(body.k_norm, body.head_dim, body.kv_heads),
@@ -241,9 +226,10 @@ class _Loader:
         return 1.0 if value.is_meta else float(value)
 
 
-def columns_of(group: Group) -> dict[str, int]:
-    """Returns the first column of each role in a row of a group's output."""
-    return dict(zip((site.role for site in group.sites), group.columns(), strict=True))
+def columns_of(group: Group) -> dict[str, slice]:
+    """Returns the columns of each role in a row of a group's output."""
+    starts = zip(group.sites, group.columns(), strict=True)
+    return {site.role: slice(start, start + site.outputs) for site, start in starts}
 
 
 def dummy(seed: int, device: torch.device) -> Fill:
@@ -254,8 +240,8 @@ def dummy(seed: int, device: torch.device) -> Fill:
     def fill(name: str, target: Tensor) -> None:
         if name.endswith(SCALE):
             target.fill_(_DUMMY_INPUT_SCALE if "input" in name else _DUMMY_STD / _DUMMY_CODES_STD)
-        elif target.dim() == 1:
-            target.fill_(float(name.endswith("norm.weight")))
+        elif target.dim() == 1 or "norm" in name:
+            target.fill_(float(not name.endswith("bias")))
         elif target.dtype in TORCH_CODES.values():
             for rows in row_blocks(target):
                 codes = target[rows]

@@ -98,8 +98,19 @@ class LinearPlan:
     @property
     def order(self) -> tuple[int, ...] | None:
         """The outputs in the order of the parts, None if that is the stored order."""
-        rows = tuple(row for part in self.parts for row in part.rows)
-        return None if rows == tuple(range(self.outputs)) else rows
+        if self._is_in_order:
+            return None
+        return tuple(row for part in self.parts for row in part.rows)
+
+    @property
+    def _is_in_order(self) -> bool:
+        end = 0
+        for part in self.parts:
+            rows = part.rows if isinstance(part.rows, range) else _as_range(part.rows)
+            if rows is None or rows.start != end or rows.step != 1:
+                return False
+            end = rows.stop
+        return end == self.outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +290,11 @@ class Group:
         return sum(align_up(width, step) for width in self.widths)
 
 
+def _as_range(rows: tuple[int, ...]) -> range | None:
+    """Returns rows that follow one another as a range, None for others."""
+    return range(rows[0], rows[0] + len(rows)) if rows == tuple(range(rows[0], rows[0] + len(rows))) else None
+
+
 def accumulated(widths: Iterable[int]) -> Iterator[int]:
     """Yields 0 and the running sums of `widths`."""
     total = 0
@@ -290,9 +306,16 @@ def accumulated(widths: Iterable[int]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The blocks of one layer, in order, and the groups and sites that follow from them."""
+    """The blocks of one layer, in order, and the groups and sites that follow from them.
+
+    Raises ValueError if blocks that read the first one's rows do not follow it: these are kept until the next norm."""
 
     blocks: tuple[Block, ...]
+
+    def __post_init__(self) -> None:
+        shared = [block.reads_first_rows for block in self.blocks[1:]]
+        if shared != sorted(shared, reverse=True):
+            raise ValueError("blocks that read the first block's rows must follow it, before blocks with their own")
 
     @cached_property
     def linears(self) -> tuple[LinearPlan, ...]:
@@ -377,6 +400,12 @@ class DecoderPlan:
         return replace(self, layers=layers, head_format=head, embed_format=format_of(self.embed))
 
     @property
+    def formats(self) -> frozenset[WeightFormat]:
+        """All formats of weights."""
+        of_layers = {linear.format for layer in self.layers for linear in layer.linears}
+        return frozenset({*of_layers, self.embed_format, self.head_format})
+
+    @property
     def is_quantized(self) -> bool:
         """True if some weights of layers are not plain numbers."""
         return any(linear.format is not PLAIN for layer in self.layers for linear in layer.linears)
@@ -459,6 +488,8 @@ class DecoderPlan:
         if self.head is not None:
             kept.append((self.head_format, self.hidden, self.vocab_size))
         numbers = self.num_parameters - sum(inputs * outputs for _, inputs, outputs in kept)
+        if self.head is None and self.has_unit_head_rows:  # the head cannot share the embedding's memory
+            numbers += self.hidden * self.vocab_size
         return numbers * itemsize + sum(one.num_bytes(inputs, outputs, itemsize) for one, inputs, outputs in kept)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:

@@ -43,6 +43,21 @@ def logprobs(
     return found
 
 
+def greedy(backend: Backend, prompt: Sequence[int], *, adapter: int, count: int) -> list[int]:
+    """Returns a prompt and the `count` tokens that a backend chooses after it, one in an iteration."""
+    tokens = list(prompt)
+    starts = (SlotStart(0, tuple(tokens), SlotSampling.greedy(len(tokens))),)
+    grants = (BlockGrant(0, 0, tuple(range(-(-(len(tokens) + count) // BLOCK_TOKENS)))),)
+    first = 0
+    while len(tokens) < len(prompt) + count:
+        row = ScheduledRow(0, first, len(tokens) - first, adapter, samples=True)
+        chosen = run(backend, Batch(starts, grants, (row,))).rows[0].token_id
+        assert chosen is not None
+        starts, grants, first = (), (), len(tokens)
+        tokens.append(chosen)
+    return tokens
+
+
 def make_adapter(
     plan: DecoderPlan, memory: NDArray[np.uint8], rank: int = 5
 ) -> tuple[HostAdapter, dict[str, NDArray[np.float64]]]:

@@ -18,7 +18,7 @@ _CODES = {stored: code for code, stored in TORCH_CODES.items()}
 
 
 def backend_of(
-    plan: DecoderPlan, read: TensorReader, *, dtype: Dtype = Dtype.F32, merging: bool = False
+    plan: DecoderPlan, read: TensorReader, *, dtype: Dtype = Dtype.F32, merging: bool = False, with_graphs: bool = False
 ) -> CudaBackend:
     """Returns a backend for requests of up to 128 tokens. Triton's kernels must have been replaced."""
     device, _ = host_device(dtype)
@@ -30,11 +30,14 @@ def backend_of(
         max_context=128,
         memory_utilization=0.5,
         host_bytes=4 << 20,
-        graph_bytes=0,
+        graph_bytes=(1 << 30) * with_graphs,
         pool_bytes=(16 << 20) + 8 * BLOCKS * BLOCK_TOKENS * plan.kv_bytes_per_token(dtype.itemsize),
         merging=merging,
     )
-    return CudaBackend(plan, weights, sizes, device)
+    backend = CudaBackend(plan, weights, sizes, device)
+    if with_graphs:
+        backend.warm_up()
+    return backend
 
 
 def fill_from(read: TensorReader) -> Fill:

@@ -186,7 +186,19 @@ def gated() -> DecoderPlan:
     return decoder(blocks, 2, has_unit_head_rows=True, embed_format=Int8(Inputs.KEPT), logit_scale=3.0)
 
 
-PLANS: dict[str, Callable[[], DecoderPlan]] = {"sandwich": sandwich, "parallel": parallel, "gated": gated}
+def mixed() -> DecoderPlan:
+    """Layers of different kinds, whose groups differ in number of sites and in widths, and one without attention."""
+    _, alone = sandwich().layers[0].blocks
+    layers = parallel().layers[0], LayerPlan((alone,)), sandwich().layers[2], gated().layers[1]
+    return decoder(lambda layer: layers[layer].blocks, len(layers))
+
+
+PLANS: dict[str, Callable[[], DecoderPlan]] = {
+    "sandwich": sandwich,
+    "parallel": parallel,
+    "gated": gated,
+    "mixed": mixed,
+}
 
 
 # --- one field changed alone ---

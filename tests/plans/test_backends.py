@@ -13,17 +13,18 @@ from numpy.typing import NDArray
 from caraserve.cpu import linear as cpu_formats
 from caraserve.errors import ModelLoadError
 from caraserve.gpu.linear import formats as gpu_formats
+from caraserve.gpu.supported_plans import check_plan
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
-from caraserve.model.plan import Block, DecoderPlan, LayerPlan, Moe, Norm
+from caraserve.model.plan import Attention, Block, DecoderPlan, LayerPlan, Mlp, Moe, Norm
 from caraserve.profiling.microbench import MeasuredBackend
 from tests.gpu.torch_kernels import torch_kernels
 from tests.plans import cpu, four_bits_cpu, four_bits_gpu, gpu
-from tests.plans.driving import logprobs, make_adapter
+from tests.plans.driving import greedy, logprobs, make_adapter
 from tests.plans.executor import Executor
 from tests.plans.four_bits import FourBits
 from tests.plans.fused import tensors_of, write
-from tests.plans.made_up import CHANGES, HIDDEN, PLANS, VOCAB, Tensors, linear, linears
+from tests.plans.made_up import CHANGES, HIDDEN, PLANS, VOCAB, Tensors, body, linear, linears
 from tests.plans.scaled_lora import ScaledLora
 
 TOKENS = [(37 * index * index + 11) % VOCAB for index in range(45)]  # more than two KV blocks and all windows
@@ -83,23 +84,33 @@ def test_a_field_changed_alone_moves_the_probabilities_to_those_of_the_changed_p
     assert np.nanmax(np.abs(found - before)) > 2e-4
 
 
-@pytest.mark.parametrize("is_merged", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", PLANS)
+# On a GPU weights in codes cannot hold a sum, and a server refuses them in loading mode `merged`.
+ADAPTED = [(name, backend, False) for name in PLANS for backend in BACKENDS]
+ADAPTED += [(name, backend, True) for name, backend, _ in ADAPTED if backend == "cpu" or not PLANS[name]().is_quantized]
+
+
+@pytest.mark.parametrize(("name", "backend", "is_merged"), ADAPTED)
 def test_an_adapter_changes_every_module_of_a_plan(name: str, backend: str, is_merged: bool) -> None:
     plan, (make, alternatives) = PLANS[name](), BACKENDS[backend]
-    if is_merged and backend == "gpu":
-        if plan.is_quantized:
-            pytest.skip("weights in codes cannot hold a sum, and a server refuses them in this mode")
-        served = make(plan, Tensors(), merging=True)
-    else:
-        served = make(plan, Tensors())
+    served = make(plan, Tensors(), merging=True) if is_merged and backend == "gpu" else make(plan, Tensors())
     adapter, deltas = make_adapter(plan, served.host_memory)
     MeasuredBackend(served).load(adapter, 1)
     found = logprobs(served, VOCAB, TOKENS, (17, 1, 27), alternatives, adapter=1, is_merged=is_merged)
     served.close()
     check(found, expected(plan, deltas), 5e-5)
     assert np.nanmax(np.abs(found - expected(plan))) > 0.1
+
+
+def test_layers_of_different_kinds_are_computed_by_captured_graphs() -> None:
+    plan = PLANS["mixed"]()
+    served = gpu.backend_of(plan, Tensors(), with_graphs=True)
+    adapter, deltas = make_adapter(plan, served.host_memory)
+    MeasuredBackend(served).load(adapter, 1)
+    found = [greedy(served, TOKENS[:20], adapter=slot, count=6) for slot in (0, 1)]
+    served.close()
+    for tokens, added in zip(found, ({}, deltas), strict=True):
+        logits = Executor(plan, Tensors(), added).logits(tokens)[19:-1]
+        assert logits.argmax(1).tolist() == tokens[20:]
 
 
 def test_results_do_not_depend_on_the_pieces_of_a_prompt_or_the_number_of_threads() -> None:
@@ -123,6 +134,25 @@ def test_a_body_that_a_backend_cannot_compute_is_refused_before_a_tensor_is_read
     layer = LayerPlan((Block(moe, Norm("model.norm.weight", 1e-5)),))
     with pytest.raises(ModelLoadError, match=f"layer 0 has a Moe, which {named} cannot compute"):
         computed(backend, DecoderPlan("made-up", VOCAB, HIDDEN, (layer,), plan.final, 128, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (body(Attention, head_dim=512), "heads of 512 numbers, more than 256"),
+        (body(Mlp, activation="clamped_swiglu"), "clamped_swiglu without a gate"),
+    ],
+    ids=["wide heads", "no gate"],
+)
+def test_what_a_gpu_cannot_compute_is_refused_before_the_start(change: Any, said: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"layer 1 has {said}, which a GPU cannot compute"):
+        check_plan(change(PLANS["parallel"]()))
+
+
+def test_blocks_of_the_first_blocks_rows_follow_it() -> None:
+    first, second = PLANS["parallel"]().layers[0].blocks
+    with pytest.raises(ValueError, match="must follow it"):
+        LayerPlan((first, replace(first, body=second.body), second))
 
 
 # --- what a backend does not know ---

@@ -25,7 +25,7 @@ _MOST_WORD_OPERATIONS = 255  # of one call
 # device may wait for could run meanwhile, so far fewer may be queued.
 _MOST_QUEUED = 500
 _SMALL_COPY_BYTES = 64 << 10  # of a copy that is issued at once
-_LAUNCHES_OF_A_STEP = 4  # most kernels that one `run` issues, with the raw kernels before the next one
+_LAUNCHES_OF_A_STEP = 4  # kernels that one `run` issues on average at most, with the raw kernels before the next one
 _LAUNCHES_OF_A_GRAPH = 100
 
 

@@ -4,7 +4,7 @@ No step allocates device memory or waits for the device, so a pass may be captur
 in `added`; the next block's first step adds it to the residual stream, after its post norm, and norms the sum.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -69,6 +69,7 @@ class BlockSteps:
     body: Attention | Mlp
     first: Group
     last: Group
+    columns: Mapping[str, slice]  # of each role in what the first group writes
     before: BlockWeights | None
     weights: BlockWeights
 
@@ -81,7 +82,7 @@ def block_steps(plan: DecoderPlan, weights: Weights) -> list[list[BlockSteps]]:
         for number, (block, own) in enumerate(zip(layer.blocks, weights.layers[index].blocks, strict=True)):
             first, last = (group for group in layer.groups if group.block == number)
             assert isinstance(block.body, Attention | Mlp)
-            blocks.append(BlockSteps(index, number, block.body, first, last, before, own))
+            blocks.append(BlockSteps(index, number, block.body, first, last, columns_of(first), before, own))
             before = own
         made.append(blocks)
     return made
@@ -180,6 +181,7 @@ class DecoderPass:
             for heads in workspace.scratch
         }
         self._tiles = batch.tile_first[: shape.tiles], batch.tile_tokens[: shape.tiles]
+        self._columns: dict[tuple[int, int, int], Tensor] = {}  # views, by group shape and columns
 
     def is_handed_off(self, layer: int, group: int) -> bool:
         """Returns whether CPU workers may compute a group's LoRA."""
@@ -231,9 +233,8 @@ class DecoderPass:
         if isinstance(block.body, Attention):
             self._attend(block, block.body, projected, out, stream)
         else:
-            gate, up = columns_of_roles(block.first, projected, "gate", "up")
-            assert up is not None
-            kind = block.body.activation
+            gate = self._of_role(block, "gate") if "gate" in block.columns else None
+            up, kind = self._of_role(block, "up"), block.body.activation
             self._run(stream, lambda: activate(gate, up, out, kind))
 
     def sample(self, stream: Stream) -> None:
@@ -245,6 +246,14 @@ class DecoderPass:
             self._sample(start, end, stream)
             if self._masked is not None:
                 self._decoder.sample_masked(self._masked, start, end, stream)
+
+    def _of_role(self, block: BlockSteps, role: str) -> Tensor:
+        """Returns the columns of a role in what the first group of a block writes."""
+        columns, shape = block.columns[role], self._shapes[block.layer][block.first.index]
+        key = shape, columns.start, columns.stop
+        if key not in self._columns:
+            self._columns[key] = self._rows.outputs[shape][:, columns]
+        return self._columns[key]
 
     def _run(self, stream: Stream, issue: Callable[[], None]) -> None:
         self._decoder.driver.run(stream, issue)
@@ -263,7 +272,7 @@ class DecoderPass:
         assert how is not None
         assert cache is not None
         self._run(stream, lambda: rotate_and_append(projected, tokens, cache, heads))
-        queries = projected[:, heads.q : heads.q + heads.heads * heads.head_dim]
+        queries = self._of_role(block, "q")
 
         def attend() -> None:
             if self._shape.tiles:
@@ -273,8 +282,7 @@ class DecoderPass:
 
         self._run(stream, attend)
         if body.gated:
-            (gate,) = columns_of_roles(block.first, projected, "gate")
-            assert gate is not None
+            gate = self._of_role(block, "gate")
             self._run(stream, lambda: multiply_by_gate(out, gate))
 
     def _sample(self, start: int, end: int, stream: Stream) -> None:
@@ -306,15 +314,6 @@ def add_last_and_norm(
         add_and_norm(hidden, added, out, norm, rows=rows)
     else:
         add_and_norm(hidden, added, out, norm, before.post, before.multiplier, before.scalar, rows)
-
-
-def columns_of_roles(group: Group, rows: Tensor, *roles: str) -> list[Tensor | None]:
-    """Returns the columns of each role in rows of a group's output, None for a role that the group lacks."""
-    starts, found = columns_of(group), list[Tensor | None]()
-    widths = {site.role: site.outputs for site in group.sites}
-    for role in roles:
-        found.append(rows[:, starts[role] : starts[role] + widths[role]] if role in starts else None)
-    return found
 
 
 def outputs_between(outputs: Outputs, start: int, end: int) -> Outputs:

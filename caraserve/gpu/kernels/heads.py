@@ -1,7 +1,9 @@
 """Queries, keys and values between their projection and attention: norms of heads, rotation, and the append to the KV
 cache. Arithmetic is fp32 for all tensor dtypes, and each result is rounded once."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import triton
@@ -13,6 +15,7 @@ from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from caraserve.util.units import ceil_div
 
 _HEADS = 4  # in a program
+_Keys = Literal["appended", "kept", ""]  # to the cache, in the row, or not computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,24 @@ class RopeTables:
 
 
 @dataclass(frozen=True, slots=True)
+class _RowNorm:
+    """A norm of whole rows, in the columns of one role."""
+
+    columns: slice
+    norm: NormWeights
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A launch of `rotate_kernel`: what is the same for every batch. None in `tensors`: the kernel does not read it."""
+
+    programs: int  # of a token
+    tables: tuple[Tensor | None, ...]  # cos, sin, growth
+    norms: tuple[Tensor | float | None, ...]  # weight, bias and eps of q's, k's and v's
+    constants: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Heads:
     """The heads of an attention in a row of projections, and what is done to them."""
 
@@ -39,6 +60,84 @@ class Heads:
     k_norm: NormWeights | None = None
     v_norm: NormWeights | None = None
     norm_after_rope: bool = False
+
+    @cached_property
+    def steps(self) -> tuple[_RowNorm | _Launch, ...]:
+        """The launches, in order: one, unless norms are over whole rows.
+
+        Raises ValueError for a norm of rows of values that are keys, which would change the keys."""
+        by_row = {role: norm for role, norm in self._norms.items() if norm is not None and norm.scope == "row"}
+        values_are_keys = self.v == self.k
+        if "v" in by_row and values_are_keys:
+            raise ValueError("values that are keys cannot have a norm of rows, which would change the keys")
+        rows = {role: _RowNorm(self._columns(role), norm) for role, norm in by_row.items()}
+        of_keys = [rows[role] for role in "qk" if role in rows]
+        values_first = values_are_keys and "k" in by_row
+        first: list[_RowNorm | _Launch] = [rows["v"]] if "v" in rows else []
+        first += [self._launch(values=True)] if values_first else []
+        if not of_keys or not self.norm_after_rope:
+            return (*first, *of_keys, self._launch(queries=True, keys="appended", values=not values_first))
+        grows_later = "q" in by_row and self.rope is not None and self.rope.growth is not None
+        keys: _Keys = "kept" if "k" in by_row else "appended"
+        steps = [*first, self._launch(queries=True, keys=keys, values=not values_first, grows=not grows_later)]
+        steps += of_keys
+        if grows_later or keys == "kept":
+            appended: _Keys = "appended" if keys == "kept" else ""
+            steps.append(self._launch(grows_later, appended, norms=False, rotates=False, grows=grows_later))
+        return tuple(steps)
+
+    @property
+    def _norms(self) -> dict[str, NormWeights | None]:
+        return {"q": self.q_norm, "k": self.k_norm, "v": self.v_norm}
+
+    def _columns(self, role: str) -> slice:
+        first, heads = getattr(self, role), self.heads if role == "q" else self.kv_heads
+        return slice(first, first + heads * self.head_dim)
+
+    def _launch(
+        self,
+        queries: bool = False,
+        keys: _Keys = "",
+        values: bool = False,
+        norms: bool = True,
+        rotates: bool = True,
+        grows: bool = True,
+    ) -> _Launch:
+        rope = self.rope
+        pairs = 0 if rope is None else rope.cos.shape[1]
+        half = pairs or self.head_dim // 2
+        rest = self.head_dim - 2 * half
+        growth = None if rope is None or not grows else rope.growth
+        weights, forms = list[Tensor | float | None](), dict[str, int]()
+        for role, norm in self._norms.items():
+            norm = None if norm is None or norm.scope == "row" or not norms else norm
+            weights += [None, None, 0.0] if norm is None else [norm.weight, norm.bias, norm.eps]
+            forms[f"{role.upper()}_FORM"] = norm_form(norm)
+        if not keys:
+            forms["K_FORM"] = 0
+        q_heads, kv_heads = self.heads if queries else 0, self.kv_heads if keys or values else 0
+        constants = {
+            "Q": self.q,
+            "K": self.k,
+            "V": self.v,
+            "Q_HEADS": q_heads,
+            "KV_HEADS": kv_heads,
+            "HALF": half,
+            "HALF_PAD": triton.next_power_of_2(half),
+            "REST": rest,
+            "REST_PAD": triton.next_power_of_2(max(rest, 1)),
+            **forms,
+            "NORMS_LAST": self.norm_after_rope,
+            "ROTATES": rotates and pairs > 0,
+            "GROWS": growth is not None,
+            "KEYS": keys,
+            "VALUES": values,
+            "HEADS": _HEADS,
+            "num_warps": 1,
+        }
+        tables = (None, None, growth) if rope is None else (rope.cos, rope.sin, growth)
+        programs = ceil_div(q_heads, _HEADS) + ceil_div(kv_heads, _HEADS)
+        return _Launch(programs, tables, tuple(weights), constants)
 
 
 @triton.jit
@@ -184,83 +283,19 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
                 _store(place, v_low, v_high, v_rest, columns, tails, inside, inside_tail, HALF, REST)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What one launch of `rotate_kernel` does."""
-
-    queries: bool = False
-    keys: Literal["appended", "kept", ""] = ""
-    values: bool = False
-    norms: bool = True
-    rotates: bool = True
-    grows: bool = True
-
-
 def rotate_and_append(projected: Tensor, tokens: TokenTables, cache: PagedCache, heads: Heads) -> None:
     """Norms and rotates q in place, and norms, rotates and appends k and v to the cache, as `heads` says.
 
-    projected: [tokens, columns], rows at any stride; tokens at position -1 are skipped. One launch, unless norms are
-    over whole rows, which take more and may change the columns of k and v.
+    projected: [tokens, columns], rows at any stride; tokens at position -1 are skipped. Norms of whole rows may change
+    the columns of k and v.
     """
-    given = projected, tokens, cache, heads
-    by_row = {role: norm for role, norm in _norms(heads).items() if norm is not None and norm.scope == "row"}
-    values_are_keys = heads.v == heads.k
-    if "v" in by_row:
-        if values_are_keys:
-            raise ValueError("values that are keys cannot have a norm of rows, which would change the keys")
-        _norm_rows(projected, heads, "v", by_row)
-    values_first = values_are_keys and "k" in by_row
-    if values_first:
-        _launch(*given, _Step(values=True))
-    if not by_row.keys() & {"q", "k"} or not heads.norm_after_rope:
-        _norm_rows(projected, heads, "qk", by_row)
-        _launch(*given, _Step(queries=True, keys="appended", values=not values_first))
-        return
-    grows_later = "q" in by_row and heads.rope is not None and heads.rope.growth is not None
-    keys: Literal["appended", "kept"] = "kept" if "k" in by_row else "appended"
-    _launch(*given, _Step(queries=True, keys=keys, values=not values_first, grows=not grows_later))
-    _norm_rows(projected, heads, "qk", by_row)
-    if grows_later or keys == "kept":
-        appended: Literal["appended", ""] = "appended" if keys == "kept" else ""
-        _launch(*given, _Step(grows_later, appended, norms=False, rotates=False, grows=grows_later))
-
-
-def _norms(heads: Heads) -> dict[str, NormWeights | None]:
-    return {"q": heads.q_norm, "k": heads.k_norm, "v": heads.v_norm}
-
-
-def _norm_rows(projected: Tensor, heads: Heads, roles: str, by_row: dict[str, NormWeights]) -> None:
-    for role in roles:
-        if role in by_row:
-            first = getattr(heads, role)
-            width = (heads.heads if role == "q" else heads.kv_heads) * heads.head_dim
-            norm_rows(projected[:, first : first + width], by_row[role])
-
-
-def _launch(projected: Tensor, tokens: TokenTables, cache: PagedCache, heads: Heads, step: _Step) -> None:
-    rope = heads.rope
-    pairs = 0 if rope is None else rope.cos.shape[1]
-    half = pairs or heads.head_dim // 2
-    rest = heads.head_dim - 2 * half
-    growth = None if rope is None or not step.grows else rope.growth
-    weights, forms = list[Any](), dict[str, int]()
-    for role, norm in _norms(heads).items():
-        norm = None if norm is None or norm.scope == "row" or not step.norms else norm
-        bias = None if norm is None else norm.bias
-        weights += [projected if norm is None else norm.weight, projected if bias is None else bias]
-        weights.append(0.0 if norm is None else norm.eps)
-        forms[f"{role.upper()}_FORM"] = norm_form(norm)
-    if not step.keys:
-        forms["K_FORM"] = 0
-    q_heads = heads.heads if step.queries else 0
-    kv_heads = heads.kv_heads if step.keys or step.values else 0
-    rotate_kernel[(projected.shape[0], ceil_div(q_heads, _HEADS) + ceil_div(kv_heads, _HEADS))](
-        projected, projected if rope is None else rope.cos, projected if rope is None else rope.sin,
-        projected if growth is None else growth,
-        tokens.slot, tokens.position, cache.block_table, cache.keys, cache.values, *weights,
-        projected.stride(0), cache.block_table.stride(0), *cache.keys.stride()[:3], *cache.values.stride()[:3],
-        Q=heads.q, K=heads.k, V=heads.v, Q_HEADS=q_heads, KV_HEADS=kv_heads,
-        HALF=half, HALF_PAD=triton.next_power_of_2(half), REST=rest, REST_PAD=triton.next_power_of_2(max(rest, 1)),
-        **forms, NORMS_LAST=heads.norm_after_rope, ROTATES=step.rotates and pairs > 0, GROWS=growth is not None,
-        KEYS=step.keys, VALUES=step.values, BLOCK=cache.keys.shape[1], HEADS=_HEADS, num_warps=1,
-    )  # fmt: skip
+    for step in heads.steps:
+        if isinstance(step, _RowNorm):
+            norm_rows(projected[:, step.columns], step.norm)
+            continue
+        cos, sin, growth, *norms = (projected if each is None else each for each in (*step.tables, *step.norms))
+        rotate_kernel[(projected.shape[0], step.programs)](
+            projected, cos, sin, growth, tokens.slot, tokens.position, cache.block_table, cache.keys, cache.values,
+            *norms, projected.stride(0), cache.block_table.stride(0), *cache.keys.stride()[:3],
+            *cache.values.stride()[:3], BLOCK=cache.keys.shape[1], **step.constants,
+        )  # fmt: skip

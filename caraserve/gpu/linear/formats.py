@@ -57,7 +57,8 @@ def load_linear(loader: LinearLoader, linears: Sequence[LinearPlan]) -> Linear:
 
 @dataclass(frozen=True, slots=True)
 class MixedLinear:
-    """Implements Linear for modules of several formats: linears, and the columns of their outputs."""
+    """Implements Linear for modules of several formats: linears, and the columns of their outputs. torch's product of
+    fp8 needs a contiguous result, so such linears have ours for any number of rows."""
 
     parts: tuple[tuple[Linear, slice], ...]
 
@@ -71,7 +72,7 @@ class MixedLinear:
 
     @property
     def kernels(self) -> Hashable:
-        return tuple(linear.kernels for linear, _ in self.parts)
+        return tuple((linear.kernels, columns.start, columns.stop) for linear, columns in self.parts)
 
     def apply(self, x: Tensor, out: Tensor, rounded: RoundedRows | None = None) -> None:
         for linear, columns in self.parts:

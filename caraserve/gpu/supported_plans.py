@@ -1,0 +1,44 @@
+"""Which plans the CUDA backend computes. Needs no torch, so that a configuration can be checked before the start."""
+
+from collections.abc import Iterator
+
+from caraserve.core.lora_layout import A_COLUMNS
+from caraserve.cpu.handoff import MOST_SITES
+from caraserve.errors import ModelLoadError
+from caraserve.model.plan import Attention, Block, DecoderPlan, Mlp
+
+_WIDEST_HEAD = 256  # with wider ones the attention of prompts needs more shared memory than there is
+
+
+def check_plan(plan: DecoderPlan) -> None:
+    """Raises ModelLoadError with the first thing of a plan that the CUDA backend cannot compute."""
+    for index, layer in enumerate(plan.layers):
+        problems = [problem for block in layer.blocks for problem in _problems(block)]
+        if sum(isinstance(block.body, Attention) for block in layer.blocks) > 1:
+            problems.append("more than one attention")
+        if any(block.reads_first_rows for block in layer.blocks) and layer.blocks[0].pre is None:
+            problems.append("blocks that read the same rows, and no norm before them")
+        if any(len(group.sites) > MOST_SITES for group in layer.groups):
+            problems.append(f"more than {MOST_SITES} outputs of the same rows")
+        if problems:
+            raise ModelLoadError(f"layer {index} has {problems[0]}, which a GPU cannot compute")
+        for linear in layer.linears:
+            if linear.inputs % A_COLUMNS:
+                raise ModelLoadError(
+                    f"{linear.module} has {linear.inputs} inputs, not a multiple of {A_COLUMNS}, which CUDA needs"
+                )
+
+
+def _problems(block: Block) -> Iterator[str]:
+    body = block.body
+    if isinstance(body, Attention):
+        if body.head_dim > _WIDEST_HEAD:
+            yield f"heads of {body.head_dim} numbers, more than {_WIDEST_HEAD}"
+        has_values = any(part.role == "v" for linear in body.linears for part in linear.parts)
+        if not has_values and body.v_norm is not None and body.v_norm.scope == "row":
+            yield "values that are keys, and a norm of their rows"
+    elif isinstance(body, Mlp):
+        if body.activation == "clamped_swiglu" and not body.is_gated:
+            yield "clamped_swiglu without a gate"
+    else:
+        yield f"a {type(body).__name__}"
