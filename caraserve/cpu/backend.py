@@ -20,7 +20,7 @@ from caraserve.cpu.adapters import CpuImage, DeviceAdapters
 from caraserve.cpu.batch import BatchShape, CpuBatch, build_batch, collect
 from caraserve.cpu.buffers import Buffers
 from caraserve.cpu.forward import Sampler, step
-from caraserve.cpu.loader import AdapterLoader, EmulatedLink
+from caraserve.cpu.adapter_loader import AdapterLoader, EmulatedLink
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.lora_workers.timing import RoundTrip, one_segment, round_trip
 from caraserve.cpu.masks import MaskThread, masked_rows

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from caraserve.cpu import loader as module
-from caraserve.cpu.loader import EmulatedLink
+from caraserve.cpu.adapter_loader import EmulatedLink
 
 BYTES_PER_S = 1024.0  # a power of two: times are exact
 PATIENCE_S = 60.0
