@@ -16,11 +16,11 @@ from caraserve.core.grammar import mask_words
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.core.machine_profile import Profile
 from caraserve.core.outputs import append_tokens
+from caraserve.cpu.adapter_loader import AdapterLoader, EmulatedLink
 from caraserve.cpu.adapters import CpuImage, DeviceAdapters
 from caraserve.cpu.batch import BatchShape, CpuBatch, build_batch, collect
 from caraserve.cpu.buffers import Buffers
 from caraserve.cpu.forward import Sampler, step
-from caraserve.cpu.adapter_loader import AdapterLoader, EmulatedLink
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.lora_workers.timing import RoundTrip, one_segment, round_trip
 from caraserve.cpu.masks import MaskThread, masked_rows
