@@ -18,11 +18,11 @@
     ├── PayloadTooLarge            413  the body is over the limit
     ├── Unauthorized               401  a missing or wrong API key
     ├── Forbidden                  403  switched off by the operator
-    ├── Overloaded                 429  the waiting queue is full; `retry_after_s`
-    │   ├── RateLimited            429  the key's rate or number of requests under way is used up
-    │   ├── Displaced              429  a waiting request left a full queue for one of another client
-    │   ├── ForwardRefused         429  this instance does not take a forwarded request; `code` names the reason
-    │   └── TooManyForwards        429  more forwarded requests in a minute than this instance keeps in memory
+    ├── Overloaded                 429  a full queue: loop.py; of grammars, templates: tokenizer/{process_pool,grammar}.py
+    │   ├── RateLimited            429  the key's rate or requests under way are used up: http/access/rate_limits.py
+    │   ├── Displaced              429  a waiting request left a full queue for one of another client: the same files
+    │   ├── ForwardRefused         429  a forwarded request is not taken; `code` says why: http/dispatch.py
+    │   └── TooManyForwards        429  too many forwarded requests in a minute: cluster/routing/forward_auth.py
     ├── Draining                   503  the server is stopping; `retry_after_s`
     ├── NotReady                   503  new requests should go to another server
     ├── ServerBusy                 503  memory or connections are used up; `retry_after_s`

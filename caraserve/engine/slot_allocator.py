@@ -112,7 +112,7 @@ class SlotAllocator:
             active.published += 1
 
     def release(self, active: ActiveRequest) -> None:
-        """Releases the slot, the KV blocks and the adapter of a finished request."""
+        """Releases the slot, the KV blocks and the adapter of a request that has ended or whose client has left."""
         if active.request.slot is not None:
             self.pool.release(active.request.blocks)
             self._free_slot(active.request, active.request.slot)
