@@ -18,7 +18,7 @@
     ├── PayloadTooLarge            413  the body is over the limit
     ├── Unauthorized               401  a missing or wrong API key
     ├── Forbidden                  403  switched off by the operator
-    ├── Overloaded                 429  a full queue: loop.py; of grammars, templates: tokenizer/{process_pool,grammar}.py
+    ├── Overloaded                 429  a full queue: loop.py, tokenizer/process_pool.py, tokenizer/grammar.py
     │   ├── RateLimited            429  the key's rate or requests under way are used up: http/access/rate_limits.py
     │   ├── Displaced              429  a waiting request left a full queue for one of another client: the same files
     │   ├── ForwardRefused         429  a forwarded request is not taken; `code` says why: http/dispatch.py
