@@ -42,7 +42,7 @@ LABORATORY_LAYERS = ("papers", "fleet", "gpu")
 SUBFOLDERS: dict[str, tuple[str | tuple[str, ...], ...]] = {
     "gpu": (
         *("backend", "builder", "assist", "forward", ("checkpoint", "merged_weights"), "memory"),
-        *("weights", ("linear", "attention"), "kernels", "driver"),
+        *("weights", "supported_plans", ("linear", "attention"), "kernels", "driver"),
     ),
     "http": (
         *("app", "operations", "openapi", "server", "connection_limit"),  # routes and connections

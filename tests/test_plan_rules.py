@@ -36,6 +36,7 @@ FORMATS_EXEMPT = {
     "model/formats": "formats",
     "model/quantization.py": "the parser of quantization_config",
     "model/plan.py": "the format of weights that are plain numbers",
+    "model/linear_plan.py": "the same",
     "cpu/linear": "kernels of formats",
     "gpu/linear": "kernels of formats",
     "cpu/weights.py": "embeddings are rows of plain numbers",

@@ -19,7 +19,8 @@ from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, Dtype, decoded, to_float32
 from caraserve.model.formats import Matrix, TensorReader, WeightFormat
 from caraserve.model.formats.plain import PLAIN
-from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, LinearPlan, Mlp, Norm, Rope
+from caraserve.model.linear_plan import LinearPlan
+from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, Mlp, Norm, Rope
 from caraserve.model.rope import alibi_slopes, growth_of_q, rope_tables
 from caraserve.util.units import align_up, ceil_div
 

@@ -22,7 +22,8 @@ from caraserve.gpu.linear.quantized import row_blocks
 from caraserve.gpu.supported_plans import check_plan
 from caraserve.model.dtype import Dtype
 from caraserve.model.formats import WeightFormat
-from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, LinearPlan, Norm, Rope
+from caraserve.model.linear_plan import LinearPlan
+from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, Norm, Rope
 from caraserve.model.rope import alibi_slopes, growth_of_q, rope_tables
 from caraserve.util.units import human_bytes
 

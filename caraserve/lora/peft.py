@@ -33,7 +33,8 @@ from caraserve.lora.manifest import ChunkHasher, identified
 from caraserve.lora.peft_config import PeftConfig, read_config
 from caraserve.lora.peft_fields import CONFIG_NAME, refusal
 from caraserve.model.dtype import Dtype, to_float32
-from caraserve.model.plan import DecoderPlan, LinearPlan
+from caraserve.model.linear_plan import LinearPlan
+from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,5})(?=\.)")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from caraserve.cpu import loader as module
+from caraserve.cpu import adapter_loader as module
 from caraserve.cpu.adapter_loader import EmulatedLink
 
 BYTES_PER_S = 1024.0  # a power of two: times are exact

@@ -16,7 +16,7 @@ from caraserve.cpu.structs import LORA_ENTRY
 from caraserve.cpu.weight_memory import convert
 from caraserve.gpu.kernels import cuda_launch, work_orders
 from caraserve.model.dtype import Dtype, to_float32
-from caraserve.model.plan import accumulated
+from caraserve.model.linear_plan import accumulated
 from caraserve.util.units import align_up
 from tests.gpu.emulator import run
 from tests.gpu.lora_case import address, stored

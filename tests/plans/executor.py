@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from caraserve.model.dtype import to_float32
 from caraserve.model.formats import TensorReader, WeightFormat
-from caraserve.model.plan import Attention, DecoderPlan, LinearPlan, Mlp, Norm, Rope, Rows
+from caraserve.model.linear_plan import LinearPlan, Rows
+from caraserve.model.plan import Attention, DecoderPlan, Mlp, Norm, Rope
 
 Floats = NDArray[np.float64]
 _CLAMP = 7.0

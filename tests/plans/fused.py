@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from caraserve.lora.peft import TENSORS_NAME
-from caraserve.model.plan import DecoderPlan, LayerPlan, LinearPlan, Part, interleaved_rows, part_rows
+from caraserve.model.linear_plan import LinearPlan, Part, interleaved_rows, part_rows
+from caraserve.model.plan import DecoderPlan, LayerPlan
 from tests.lora.folders import SPEC
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 4, 2, 16, 64, 96

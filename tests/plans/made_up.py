@@ -13,19 +13,8 @@ from caraserve.model.formats.fp8 import Fp8
 from caraserve.model.formats.int8 import Int8
 from caraserve.model.formats.plain import PLAIN
 from caraserve.model.formats.scaled_codes import Inputs
-from caraserve.model.plan import (
-    Attention,
-    Block,
-    DecoderPlan,
-    LayerPlan,
-    LinearPlan,
-    Mlp,
-    Norm,
-    Part,
-    Rope,
-    interleaved_rows,
-    part_rows,
-)
+from caraserve.model.linear_plan import LinearPlan, Part, interleaved_rows, part_rows
+from caraserve.model.plan import Attention, Block, DecoderPlan, LayerPlan, Mlp, Norm, Rope
 
 # No width is a whole number of panels; K and V of a layer are half a panel.
 HIDDEN, HEADS, KV_HEADS, DIM, INTER, VOCAB, POSITIONS = 96, 4, 2, 16, 160, 80, 128

@@ -14,10 +14,8 @@ from caraserve.errors import AdapterRejected
 from caraserve.lora.manifest import manifest_of, read_manifest
 from caraserve.lora.peft import inspect_adapter
 from caraserve.model.dtype import Dtype
-from caraserve.model.plan import (
-    DecoderPlan,
-    LinearPlan,
-)
+from caraserve.model.linear_plan import LinearPlan
+from caraserve.model.plan import DecoderPlan
 from caraserve.profiling.apply import delta_bytes
 from caraserve.profiling.microbench import adapter_spec, random_adapter, target_sets
 from tests.lora.folders import SPEC, matrices, read

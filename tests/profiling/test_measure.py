@@ -23,7 +23,8 @@ from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import BackendFailed, ConfigError
 from caraserve.model.dtype import Dtype
 from caraserve.model.families import load_plan, plan_of
-from caraserve.model.plan import DecoderPlan, LinearPlan
+from caraserve.model.linear_plan import LinearPlan
+from caraserve.model.plan import DecoderPlan
 from caraserve.profiling import measure as calibrate
 from caraserve.profiling.apply import loading_rules, make_profile, prepare_machine
 from caraserve.profiling.cpu_lora_rate import LayerLora

@@ -21,7 +21,8 @@ from caraserve.gpu.kernels.lora import Segments, SiteTables, lora_expand, lora_s
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.memory.workspace import Workspace
-from caraserve.model.plan import DecoderPlan, GroupShape, accumulated
+from caraserve.model.linear_plan import accumulated
+from caraserve.model.plan import DecoderPlan, GroupShape
 from caraserve.util.units import ceil_div
 
 _MOST_HOST_BLOCKS = 32  # of the kernels that read or write host memory: enough to keep the link full

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from caraserve.model.dtype import Code
 from caraserve.model.formats import WeightFormat
-from caraserve.model.plan import LinearPlan, accumulated
+from caraserve.model.linear_plan import LinearPlan, accumulated
 
 # (tensor name, contiguous tensor to fill); torch may use it at once. Targets in a dtype of codes are filled with the
 # codes of a quantised module's weights; targets of names that end in SCALE are float32 vectors, also where the

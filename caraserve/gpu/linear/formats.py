@@ -14,7 +14,7 @@ from caraserve.gpu.linear.dense import DenseLinear
 from caraserve.gpu.linear.fp8 import Fp8Linear
 from caraserve.gpu.linear.int8 import Int8Linear
 from caraserve.model.formats import WeightFormat
-from caraserve.model.plan import LinearPlan
+from caraserve.model.linear_plan import LinearPlan
 
 
 class LinearClass(Protocol):

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from caraserve.errors import ModelLoadError
-from caraserve.model.plan import Attention, Block, DecoderPlan, LayerPlan, LinearPlan, Mlp, Norm, Rope
+from caraserve.model.linear_plan import LinearPlan
+from caraserve.model.plan import Attention, Block, DecoderPlan, LayerPlan, Mlp, Norm, Rope
 from caraserve.model.quantization import parse_quantization
 from caraserve.model.rope import rope_of
 

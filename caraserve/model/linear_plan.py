@@ -1,0 +1,98 @@
+"""The description of a linear module: its parts, which outputs play which role, and how it is stored. Data only."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from caraserve.model.formats import WeightFormat
+from caraserve.model.formats.plain import PLAIN
+
+Rows = range | tuple[int, ...]  # outputs of a module, in the order in which a backend keeps them
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The outputs of a linear that play one role in its block."""
+
+    role: str  # q, k, v, gate, up, out, down, router, z, a, b
+    rows: Rows
+
+    @property
+    def outputs(self) -> int:
+        return len(self.rows)
+
+    @property
+    def index(self) -> slice | list[int]:
+        """The rows as an index of arrays whose first axis is the module's outputs."""
+        rows = self.rows
+        return slice(rows.start, rows.stop, rows.step) if isinstance(rows, range) else list(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPlan:
+    """y = x weightᵀ + bias. Adapters may change any linear of a layer."""
+
+    module: str  # name in checkpoints, as model.layers.0.self_attn.q_proj
+    inputs: int
+    outputs: int
+    parts: tuple[Part, ...]
+    bias: bool = False
+    transposed: bool = False  # stored as [inputs, outputs]
+    format: WeightFormat = PLAIN
+    adapter_module: str | None = None  # name in adapters, if it is another
+
+    @classmethod
+    def of_role(cls, module: str, inputs: int, outputs: int, role: str, *, bias: bool = False) -> "LinearPlan":
+        """Returns a linear with one part, which has all outputs."""
+        return cls(module, inputs, outputs, (Part(role, range(outputs)),), bias)
+
+    @property
+    def name_in_adapters(self) -> str:
+        return self.adapter_module or self.module
+
+    @property
+    def target(self) -> str:
+        """The last word of the module's name, by which adapters target it."""
+        return self.name_in_adapters.rpartition(".")[2]
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """The outputs in the order of the parts, None if that is the stored order."""
+        if self._is_in_order:
+            return None
+        return tuple(row for part in self.parts for row in part.rows)
+
+    @property
+    def _is_in_order(self) -> bool:
+        end = 0
+        for part in self.parts:
+            rows = part.rows if isinstance(part.rows, range) else _as_range(part.rows)
+            if rows is None or rows.start != end or rows.step != 1:
+                return False
+            end = rows.stop
+        return end == self.outputs
+
+
+def _as_range(rows: tuple[int, ...]) -> range | None:
+    """Returns rows that follow one another as a range, None for others."""
+    return range(rows[0], rows[0] + len(rows)) if rows == tuple(range(rows[0], rows[0] + len(rows))) else None
+
+
+def accumulated(widths: Iterable[int]) -> Iterator[int]:
+    """Yields 0 and the running sums of `widths`."""
+    total = 0
+    yield total
+    for width in widths:
+        total += width
+        yield total
+
+
+def interleaved_rows(heads: int, head_dim: int, rotated: int) -> tuple[int, ...]:
+    """Returns the order of q's or k's outputs that turns rotation of pairs (2i, 2i + 1) into that of (i, i + n)."""
+    first = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim)]
+    return tuple(head * head_dim + row for head in range(heads) for row in first)
+
+
+def part_rows(sizes: Sequence[tuple[str, int]]) -> tuple[Part, ...]:
+    """Returns the parts of a fused module that lie one after another: (role, outputs) each."""
+    starts = accumulated(size for _, size in sizes)
+    return tuple(Part(role, range(start, start + size)) for start, (role, size) in zip(starts, sizes, strict=False))
