@@ -168,7 +168,7 @@ async def test_a_body_that_does_not_arrive_is_a_408() -> None:
 
 
 async def test_headers_that_do_not_arrive_end_the_connection() -> None:
-    async with serving(FakeEngine(), timings=HttpTimings(keepalive_s=0.05)) as client:
+    async with serving(FakeEngine(), timings=HttpTimings(keepalive_s=0.5)) as client:
         assert await exchange(client.port, b"POST /v1/completions HTTP/1.1\r\nHost: loc") == b""
 
 

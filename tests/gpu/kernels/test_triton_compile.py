@@ -195,7 +195,7 @@ def test_capped_scores_fit_and_do_not_spill(launches: list[Launch], capability: 
     check(launches, capability)
 
 
-@pytest.mark.parametrize(("capability", "dim"), [(86, 128), (90, 64), (100, 128)])
+@pytest.mark.parametrize(("capability", "dim"), [(86, 128), (100, 128)])
 def test_sinks_and_slopes_fit_and_do_not_spill(launches: list[Launch], capability: int, dim: int) -> None:
     launch_attention(torch.bfloat16, dim, sinks=floats(HEADS), slopes=floats(HEADS))
     check(launches, capability)
