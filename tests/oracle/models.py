@@ -15,7 +15,17 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 Kinds: TypeAlias = Mapping[str, Mapping[str, Any]]  # arguments of `make_adapter`, by adapter name
 
@@ -52,6 +62,18 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+_GEMMA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": SLIDING_WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
 # family: (config class, its traits, whether the tokenizer starts a prompt with BOS)
 _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any], bool]] = {
     "llama2": (LlamaConfig, _WIDE | {"num_hidden_layers": 3}, True),
@@ -76,6 +98,17 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any], bool]] = {
         _WIDE | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32},
         False,
     ),
+    "gemma": (
+        GemmaConfig,
+        _WIDE | {"num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True},
+        True,
+    ),
+    "gemma2": (
+        Gemma2Config,
+        _WIDE | _GEMMA | {"attn_logit_softcapping": 8.0, "final_logit_softcapping": 12.0},
+        True,
+    ),
+    "gemma3": (Gemma3TextConfig, _WIDE | _GEMMA | {"rope_parameters": _GEMMA3_ROPE}, True),
 }
 FAMILIES = tuple(_FAMILIES)
 
@@ -98,21 +131,25 @@ def make_model(folder: Path, family: str, seed: int = 0, dtype: str = "float32")
     config_class, traits, with_bos = _FAMILIES[family]
     config = config_class(**_COMMON | traits)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    _randomise(model, torch.Generator().manual_seed(seed))
+    _randomise(model, torch.Generator().manual_seed(seed), scales_embeddings=family.startswith("gemma"))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     _save_tokenizer(folder, with_bos)
     return folder
 
 
-def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
+def _randomise(model: torch.nn.Module, generator: torch.Generator, *, scales_embeddings: bool) -> None:
+    is_tied = all(name != "lm_head.weight" for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if "norm" in name:
-            parameter.data = 1 + 0.2 * noise
+        if is_tied and scales_embeddings and name == "model.norm.weight":
+            parameter.data = math.sqrt(len(noise)) * (1 + 0.2 * noise)  # or small embeddings would give equal logits
+        elif "norm" in name:
+            parameter.data = (0 if scales_embeddings else 1) + 0.2 * noise
         elif name.endswith("bias"):
             parameter.data = 0.3 * noise
         elif "embed_tokens" in name:
-            parameter.data = 0.25 * noise  # below what the layers add, so that a tied head does not echo its input
+            # Below what the layers add, so that a tied head does not echo its input.
+            parameter.data = noise * (0.25 / (math.sqrt(parameter.shape[1]) if scales_embeddings else 1.0))
         else:
             parameter.data = noise * (1.6 / math.sqrt(parameter.shape[1]))
 

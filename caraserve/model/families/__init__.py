@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from caraserve.errors import ModelLoadError
-from caraserve.model.families import llama, mistral, qwen
+from caraserve.model.families import gemma, llama, mistral, qwen
 from caraserve.model.not_a_model import why_no_model
 from caraserve.model.plan import DecoderPlan
 
@@ -21,6 +21,9 @@ Planner = Callable[[Config], DecoderPlan]
 _FAMILIES: dict[tuple[str, str], Planner] = {
     ("llama", "LlamaForCausalLM"): llama.plan,
     ("mistral", "MistralForCausalLM"): mistral.plan,
+    ("gemma", "GemmaForCausalLM"): gemma.plan_gemma,
+    ("gemma2", "Gemma2ForCausalLM"): gemma.plan_gemma2,
+    ("gemma3_text", "Gemma3ForCausalLM"): gemma.plan_gemma3,
     ("qwen2", "Qwen2ForCausalLM"): qwen.plan_qwen2,
     ("qwen3", "Qwen3ForCausalLM"): qwen.plan_qwen3,
 }

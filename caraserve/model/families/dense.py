@@ -6,7 +6,7 @@ from typing import Any
 
 from caraserve.errors import ModelLoadError
 from caraserve.model.linear_plan import LinearPlan
-from caraserve.model.plan import Attention, Block, DecoderPlan, LayerPlan, Mlp, Norm, Rope
+from caraserve.model.plan import Activation, Attention, Block, DecoderPlan, LayerPlan, Mlp, Norm, Rope
 from caraserve.model.quantization import parse_quantization
 from caraserve.model.rope import rope_of
 
@@ -82,6 +82,7 @@ class DenseLayers:
     o_bias: bool = False
     mlp_bias: bool = False
     has_head_norms: bool = False
+    activation: Activation = "silu"
 
     def attention(self, layer: int) -> Attention:
         sizes, name = self.sizes, f"{PREFIX}.layers.{layer}.self_attn"
@@ -112,6 +113,7 @@ class DenseLayers:
                 for role in ("gate", "up")
             ),
             out=LinearPlan.of_role(f"{name}.down_proj", sizes.intermediate, sizes.hidden, "down", bias=self.mlp_bias),
+            activation=self.activation,
         )
 
     def norm(self, layer: int, name: str) -> Norm:
@@ -127,19 +129,32 @@ class DenseLayers:
 
 
 def dense_plan(config: Mapping[str, Any], family: str, layers: Callable[[Sizes, Rope], DenseLayers]) -> DecoderPlan:
-    """Returns the plan of a family whose layers `layers(sizes, rope)` describes. Raises ModelLoadError."""
+    """Returns the plan of a family with SiLU whose layers `layers(sizes, rope)` describes. Raises ModelLoadError."""
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelLoadError(f"config.json: hidden_act {config['hidden_act']!r} is not supported; only silu is")
     sizes = sizes_of(config)
-    made = layers(sizes, rope_of(config, sizes.head_dim, sizes.max_position))
-    plan = DecoderPlan(
-        family=family,
-        vocab_size=sizes.vocab_size,
-        hidden=sizes.hidden,
-        layers=tuple(made.layer(layer) for layer in range(sizes.layers)),
-        final=Norm(f"{PREFIX}.norm.weight", sizes.rms_eps),
-        max_position=sizes.max_position,
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
-        head=None if config.get("tie_word_embeddings", False) else "lm_head.weight",
-    )
-    return plan.with_formats(parse_quantization(config))
+    return plan_of_layers(config, family, layers(sizes, rope_of(config, sizes.head_dim, sizes.max_position)))
+
+
+def plan_of_layers(
+    config: Mapping[str, Any], family: str, made: DenseLayers, *, ties_by_default: bool = False, **fields: Any
+) -> DecoderPlan:
+    """Returns the plan of a model with these layers, in the weight formats of its configuration. `fields`: of the plan
+    that are not the usual ones. Raises ModelLoadError."""
+    sizes = made.sizes
+    usual: dict[str, Any] = {
+        "family": family,
+        "vocab_size": sizes.vocab_size,
+        "hidden": sizes.hidden,
+        "layers": tuple(made.layer(layer) for layer in range(sizes.layers)),
+        "final": Norm(f"{PREFIX}.norm.weight", sizes.rms_eps),
+        "max_position": sizes.max_position,
+        "dtype": dtype_of(config),
+        "head": None if config.get("tie_word_embeddings", ties_by_default) else "lm_head.weight",
+    }
+    return DecoderPlan(**usual | fields).with_formats(parse_quantization(config))
+
+
+def dtype_of(config: Mapping[str, Any]) -> str:
+    """Returns the dtype of the checkpoint's weights."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
