@@ -44,8 +44,11 @@ class MergedDeviceWeights:
     def warm_up(self, memory: Tensor, driver: Driver, stream: Stream) -> None:
         """Merges into the first layers that have all group shapes, so that torch and cuBLAS load their kernels for
         every dtype and many ranks; and undoes it. `memory`: uint8, on the device, whose bytes are taken as weights."""
-        layers = sorted({layer for layer, _ in _first_groups(self._plan)})
-        places = [(layer, linear) for layer in layers for linear in range(len(self._plan.layers[layer].linears))]
+        places = [
+            (layer, linear)
+            for layer in _layers_of_all_shapes(self._plan)
+            for linear in range(len(self._plan.layers[layer].linears))
+        ]
         for dtype, rank in product(Dtype, _WARM_RANKS):
             spans, (*_, end) = lay_out(self._plan, dtype, dict.fromkeys(places, (rank, 1.0)))
             if rank <= self._max_rank and end <= memory.numel():
@@ -111,10 +114,11 @@ def _copied(layer: Layer) -> Layer:
     return replace(layer, linears=tuple(linear.copy() for linear in layer.linears))
 
 
-def _first_groups(plan: DecoderPlan) -> list[tuple[int, int]]:
-    """Returns the first group, (layer, index), of each group shape."""
-    first: dict[int, tuple[int, int]] = {}
+def _layers_of_all_shapes(plan: DecoderPlan) -> list[int]:
+    """Returns the layers that have the first group of a shape."""
+    seen, layers = set[int](), []
     for layer, shapes in enumerate(plan.shapes_of_groups):
-        for group, shape in enumerate(shapes):
-            first.setdefault(shape, (layer, group))
-    return list(first.values())
+        if not seen.issuperset(shapes):
+            layers.append(layer)
+            seen.update(shapes)
+    return layers

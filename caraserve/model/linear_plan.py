@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from caraserve.model.formats import WeightFormat
 from caraserve.model.formats.plain import PLAIN
@@ -56,25 +57,12 @@ class LinearPlan:
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """The outputs in the order of the parts, None if that is the stored order."""
-        if self._is_in_order:
+        """The outputs in the order of the parts, None if these are ranges that lie one after another and cover them."""
+        edges = (0, *(part.rows.stop for part in self.parts if isinstance(part.rows, range)))
+        follow = [part.rows for part in self.parts] == [range(*pair) for pair in pairwise(edges)]
+        if follow and edges[-1] == self.outputs:
             return None
         return tuple(row for part in self.parts for row in part.rows)
-
-    @property
-    def _is_in_order(self) -> bool:
-        end = 0
-        for part in self.parts:
-            rows = part.rows if isinstance(part.rows, range) else _as_range(part.rows)
-            if rows is None or rows.start != end or rows.step != 1:
-                return False
-            end = rows.stop
-        return end == self.outputs
-
-
-def _as_range(rows: tuple[int, ...]) -> range | None:
-    """Returns rows that follow one another as a range, None for others."""
-    return range(rows[0], rows[0] + len(rows)) if rows == tuple(range(rows[0], rows[0] + len(rows))) else None
 
 
 def accumulated(widths: Iterable[int]) -> Iterator[int]:

@@ -65,7 +65,6 @@ class BlockSteps:
     """A block of a layer, its two groups, and the block before it, whose result it adds; None: there is none."""
 
     layer: int
-    index: int  # in the layer
     body: Attention | Mlp
     first: Group
     last: Group
@@ -82,7 +81,7 @@ def block_steps(plan: DecoderPlan, weights: Weights) -> list[list[BlockSteps]]:
         for number, (block, own) in enumerate(zip(layer.blocks, weights.layers[index].blocks, strict=True)):
             first, last = (group for group in layer.groups if group.block == number)
             assert isinstance(block.body, Attention | Mlp)
-            blocks.append(BlockSteps(index, number, block.body, first, last, columns_of(first), before, own))
+            blocks.append(BlockSteps(index, block.body, first, last, columns_of(first), before, own))
             before = own
         made.append(blocks)
     return made

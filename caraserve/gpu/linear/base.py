@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise, starmap
 from typing import Protocol, Self
 
 import torch
@@ -82,8 +83,8 @@ class JoinedModules:
 
     def rows(self) -> Iterator[tuple[LinearPlan, slice]]:
         """Yields each module and its rows of the matrix."""
-        for linear, start in zip(self.linears, accumulated(map(outputs_of, self.linears)), strict=False):
-            yield linear, slice(start, start + outputs_of(linear))
+        ends = pairwise(accumulated(map(outputs_of, self.linears)))
+        yield from zip(self.linears, starmap(slice, ends), strict=True)
 
 
 def outputs_of(linear: LinearPlan) -> int:
@@ -132,14 +133,14 @@ class LinearLoader:
 
     def _fill_rows(self, linear: LinearPlan, suffix: str, target: Tensor) -> None:
         """Fills `target` with a module's tensor, its outputs in the order of the module's parts."""
-        is_transposed = linear.transposed and target.dim() == 2
-        if linear.order is None and not is_transposed:
+        is_transposed, order = linear.transposed and target.dim() == 2, linear.order
+        if order is None and not is_transposed:
             self.fill(f"{linear.module}{suffix}", target)
             return
         shape = (linear.outputs, *target.shape[1:])
         stored = self.filled(f"{linear.module}{suffix}", shape[::-1] if is_transposed else shape, target.dtype)
         values = stored.t() if is_transposed else stored
-        if linear.order is not None:
+        if order is not None:
             bits = values.view(torch.uint8) if values.itemsize == 1 else values  # torch does not index codes of fp8
-            values = bits[list(linear.order)].view(values.dtype)
+            values = bits[list(order)].view(values.dtype)
         target.copy_(values)

@@ -3,7 +3,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise, starmap
 from typing import Protocol
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from caraserve.gpu.linear.dense import DenseLinear
 from caraserve.gpu.linear.fp8 import Fp8Linear
 from caraserve.gpu.linear.int8 import Int8Linear
 from caraserve.model.formats import WeightFormat
-from caraserve.model.linear_plan import LinearPlan
+from caraserve.model.linear_plan import LinearPlan, accumulated
 
 
 class LinearClass(Protocol):
@@ -50,8 +50,7 @@ def load_linear(loader: LinearLoader, linears: Sequence[LinearPlan]) -> Linear:
     made = [class_of(modules.format).load(loader, modules) for modules in joined]
     if len(made) == 1:
         return made[0]
-    ends = [sum(modules.outputs for modules in joined[: index + 1]) for index in range(len(joined))]
-    columns = [slice(end - modules.outputs, end) for modules, end in zip(joined, ends, strict=True)]
+    columns = starmap(slice, pairwise(accumulated(modules.outputs for modules in joined)))
     return MixedLinear(tuple(zip(made, columns, strict=True)))
 
 

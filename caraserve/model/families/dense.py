@@ -83,11 +83,12 @@ class DenseLayers:
     mlp_bias: bool = False
     has_head_norms: bool = False
     activation: Activation = "silu"
+    norm_offset: float = 0.0
 
     def attention(self, layer: int) -> Attention:
         sizes, name = self.sizes, f"{PREFIX}.layers.{layer}.self_attn"
         width = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        norms = (Norm(f"{name}.{role}_norm.weight", sizes.rms_eps, scope="head") for role in "qk")
+        norms = (self._norm(f"{name}.{role}_norm.weight", scope="head") for role in "qk")
         q_norm, k_norm = norms if self.has_head_norms else (None, None)
         return Attention(
             linears=tuple(
@@ -117,7 +118,14 @@ class DenseLayers:
         )
 
     def norm(self, layer: int, name: str) -> Norm:
-        return Norm(f"{PREFIX}.layers.{layer}.{name}.weight", self.sizes.rms_eps)
+        return self._norm(f"{PREFIX}.layers.{layer}.{name}.weight")
+
+    @property
+    def final(self) -> Norm:
+        return self._norm(f"{PREFIX}.norm.weight")
+
+    def _norm(self, weight: str, **fields: Any) -> Norm:
+        return Norm(weight, self.sizes.rms_eps, offset=self.norm_offset, **fields)
 
     def layer(self, layer: int) -> LayerPlan:
         return LayerPlan(
@@ -147,7 +155,7 @@ def plan_of_layers(
         "vocab_size": sizes.vocab_size,
         "hidden": sizes.hidden,
         "layers": tuple(made.layer(layer) for layer in range(sizes.layers)),
-        "final": Norm(f"{PREFIX}.norm.weight", sizes.rms_eps),
+        "final": made.final,
         "max_position": sizes.max_position,
         "dtype": dtype_of(config),
         "head": None if config.get("tie_word_embeddings", ties_by_default) else "lm_head.weight",

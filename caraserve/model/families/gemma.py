@@ -10,7 +10,7 @@ import numpy as np
 
 from caraserve.errors import ModelLoadError
 from caraserve.model.families.dense import DenseLayers, Sizes, dtype_of, plan_of_layers, positive, sizes_of
-from caraserve.model.plan import Attention, Block, DecoderPlan, LayerPlan, Norm, Rope
+from caraserve.model.plan import Attention, Block, DecoderPlan, LayerPlan, Rope
 from caraserve.model.rope import rope_of
 
 Config = Mapping[str, Any]
@@ -29,12 +29,7 @@ class _Layers(DenseLayers):
 
     def attention(self, layer: int) -> Attention:
         made = DenseLayers.attention(self, layer)
-        norms = (None if norm is None else replace(norm, offset=1.0) for norm in (made.q_norm, made.k_norm))
-        q_norm, k_norm = norms
-        return replace(made, scale=self.scale, cap=self.cap, rope=self.ropes[layer], q_norm=q_norm, k_norm=k_norm)
-
-    def norm(self, layer: int, name: str) -> Norm:
-        return replace(DenseLayers.norm(self, layer, name), offset=1.0)
+        return replace(made, scale=self.scale, cap=self.cap, rope=self.ropes[layer])
 
     def layer(self, layer: int) -> LayerPlan:
         if not self.has_post_norms:
@@ -89,13 +84,12 @@ def _plan(config: Config, family: str, made: _Layers, **fields: Any) -> DecoderP
     activation = config.get("hidden_activation") or config.get("hidden_act", _TANH[0])
     if activation not in _TANH:
         raise ModelLoadError(f"config.json: hidden_activation {activation!r} is not supported; {_TANH[0]} is")
-    final = Norm("model.norm.weight", made.sizes.rms_eps, offset=1.0)
     scale = _rounded(math.sqrt(made.sizes.hidden), dtype_of(config))
-    return plan_of_layers(config, family, made, ties_by_default=True, final=final, embed_scale=scale, **fields)
+    return plan_of_layers(config, family, made, ties_by_default=True, embed_scale=scale, **fields)
 
 
 def _layers(sizes: Sizes, query_scalar: float, ropes: Sequence[Rope], **fields: Any) -> _Layers:
-    defaults: dict[str, Any] = {"windows": (None,) * sizes.layers, "activation": "gelu_tanh"}
+    defaults: dict[str, Any] = {"windows": (None,) * sizes.layers, "activation": "gelu_tanh", "norm_offset": 1.0}
     return _Layers(**defaults | fields, sizes=sizes, rope=ropes[0], ropes=ropes, scale=float(query_scalar) ** -0.5)
 
 

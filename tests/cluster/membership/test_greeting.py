@@ -15,7 +15,7 @@ from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
 from tests.cluster import nodes
 from tests.cluster.fleet import KEYS, WALL_MS, Fleet, closed, protocol_of, taken
 
-OTHER_KEYS = Keyring((b"another secret, of somebody else",))
+OTHER_KEYS = Keyring((b"another secret, of another fleet",))
 _HEAD = 25  # bytes of a frame before its message
 
 

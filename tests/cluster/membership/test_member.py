@@ -161,7 +161,7 @@ async def test_a_query_is_answered_and_one_to_an_unknown_instance_is_not(running
     assert await asyncio.gather(*(a.query("b", (index,), 1.0) for index in range(3))) == [
         ("a", index, 0.5) for index in range(3)
     ]
-    assert await a.query("nobody", (), 1.0) is None
+    assert await a.query("unknown", (), 1.0) is None
     b.protocol.leave(0.0)  # it answers no longer
     assert await a.query("b", (), 0.05) is None
 
@@ -170,7 +170,7 @@ async def test_a_wrong_secret_is_refused_and_logged_as_such(tmp_path: Path, capl
     caplog.set_level(logging.WARNING)
     async with instances(tmp_path) as running:
         await running.together("a", "b")
-        stranger = await running.start("stranger", keys=Keyring((b"some other secret of somebody",)))
+        stranger = await running.start("stranger", keys=Keyring((b"some other secret",)))
         await until(lambda: "--cluster-secret-file" in caplog.text)
         assert [record.name for record in stranger.member.members()] == ["stranger"]
         assert running.running["a"].sees("stranger") is None

@@ -195,7 +195,7 @@ async def test_demand_and_plans_are_sent_only_for_signed_requests(tmp_path: Path
         await until(lambda: made["a"].plan is not None)
         address, plan = group.running["a"].address, made["a"].plan
         assert plan is not None
-        for keys, gets_in in ((KEYS, True), (Keyring((b"some other secret of somebody",)), False)):
+        for keys, gets_in in ((KEYS, True), (Keyring((b"some other secret",)), False)):
             wire = PeerClient(lambda keys=keys: keys, None)
             for path in (f"/cluster/placement/plans/{plan.digest}", "/cluster/placement/demand?epoch=3"):
                 assert isinstance(await wire.page(address, path, 1 << 20), bytes) is gets_in
