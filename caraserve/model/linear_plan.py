@@ -14,7 +14,7 @@ Rows = range | tuple[int, ...]  # outputs of a module, in the order in which a b
 class Part:
     """The outputs of a linear that play one role in its block."""
 
-    role: str  # q, k, v, gate, up, out, down, router, z, a, b
+    role: str  # q, k, v, gate, up, out, down, router, shared_gate, z, a, b
     rows: Rows
 
     @property

@@ -95,21 +95,26 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:
-    """Where one matrix of every expert is stored: a tensor for each, with `{expert}` in its name, or one for all."""
+    """Where one matrix of every expert, [outputs, inputs], is stored: in a tensor for each, with `{expert}` in its name,
+    or in one for all, whose first axis is the experts."""
 
     tensor: str
     outputs: int
     inputs: int
-    rows: Rows | None = None  # None: all outputs of the tensor
-    transposed: bool = False
-    bias: str | None = None
+    stored_outputs: int | None = None  # of the tensor, if it has others beside these
+    rows: Rows | None = None  # which of them these are; None: all
+    is_transposed: bool = False  # stored as [inputs, outputs]
+    bias: str | None = None  # tensor with the same outputs, named as `tensor` is
 
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """The sum of the outputs of the `top_k` experts that the router scores highest, weighted by their scores."""
+    """The sum of the outputs of the `top_k` experts that the router scores highest, weighted by their scores: each
+    down(activation(gate) · up). A shared expert, which every token takes, is added, times σ(shared_gate) if there is
+    that role."""
 
-    router: LinearPlan
+    linears: tuple[LinearPlan, ...]  # with the role router, and shared_gate, gate and up of the shared expert
+    out: LinearPlan | None  # down of the shared expert; None: there is none
     experts: int
     top_k: int
     gate: ExpertTensor
@@ -118,15 +123,13 @@ class Moe:
     activation: Activation = "silu"
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = True  # the weights of the chosen experts sum to 1
-    scale: float = 1.0
+    scale: float = 1.0  # of these weights
     correction: str | None = None  # tensor [experts], added to scores for choosing only
     groups: tuple[int, int, Literal["max", "top2"]] | None = None  # (groups, kept ones, how a group is scored)
-    shared: Mlp | None = None  # an MLP that every token takes
-    shared_gate: str | None = None  # tensor [1, hidden]: the shared MLP's output is multiplied by σ of it
 
     @property
     def linear_groups(self) -> tuple[tuple[LinearPlan, ...], ...]:
-        return ((self.router,), *(self.shared.linear_groups if self.shared else ()))
+        return (self.linears,) if self.out is None else (self.linears, (self.out,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +198,11 @@ class GroupShape:
     inputs: int
     widths: tuple[int, ...]
     reads: Source
-    is_last: bool
+
+    @property
+    def is_last(self) -> bool:
+        """True if these groups compute what their blocks add to the stream."""
+        return self.reads == "body"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +214,15 @@ class Group:
     sites: tuple[Site, ...]
     inputs: int
     reads: Source
-    is_last: bool  # of its block, whose output it computes
 
     @property
     def shape(self) -> "GroupShape":
-        return GroupShape(self.index, self.inputs, self.widths, self.reads, self.is_last)
+        return GroupShape(self.index, self.inputs, self.widths, self.reads)
+
+    @property
+    def is_last(self) -> bool:
+        """True if it computes what its block adds to the stream."""
+        return self.reads == "body"
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -254,8 +265,7 @@ class LayerPlan:
         groups: list[Group] = []
         linear, index = 0, 0
         for block_index, block in enumerate(self.blocks):
-            steps = block.body.linear_groups
-            for step, linears in enumerate(steps):
+            for step, linears in enumerate(block.body.linear_groups):
                 sites = []
                 for one in linears:
                     for part_index, part in enumerate(one.parts):
@@ -264,8 +274,7 @@ class LayerPlan:
                         index += 1
                     linear += 1
                 reads: Source = "body" if step else block.reads
-                is_last = step == len(steps) - 1
-                groups.append(Group(len(groups), block_index, tuple(sites), linears[0].inputs, reads, is_last))
+                groups.append(Group(len(groups), block_index, tuple(sites), linears[0].inputs, reads))
         return tuple(groups)
 
     @cached_property
@@ -421,14 +430,10 @@ class DecoderPlan:
 
 
 def _changed(body: Body, change: Callable[[LinearPlan], LinearPlan]) -> Body:
-    if isinstance(body, Moe):
-        shared = None if body.shared is None else replace(body.shared, **_changed_linears(body.shared, change))
-        return replace(body, router=change(body.router), shared=shared)
-    return replace(body, **_changed_linears(body, change))
-
-
-def _changed_linears(body: Attention | Mlp | DeltaNet, change: Callable[[LinearPlan], LinearPlan]) -> dict[str, Any]:
-    return {"linears": tuple(map(change, body.linears)), "out": change(body.out)}
+    changed: dict[str, Any] = {"linears": tuple(map(change, body.linears))}
+    if body.out is not None:
+        changed["out"] = change(body.out)
+    return replace(body, **changed)
 
 
 def _expert_parameters(body: Body) -> int:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from caraserve.model.dtype import to_float32
 from caraserve.model.formats import TensorReader, WeightFormat
 from caraserve.model.linear_plan import LinearPlan, Rows
-from caraserve.model.plan import Attention, DecoderPlan, Mlp, Norm, Rope
+from caraserve.model.plan import Attention, DecoderPlan, ExpertTensor, Mlp, Moe, Norm, Rope
 
 Floats = NDArray[np.float64]
 _CLAMP = 7.0
@@ -53,11 +53,45 @@ class Executor:
     def _body(self, body: Any, rows: Floats) -> Floats:
         if isinstance(body, Attention):
             return self._attention(body, rows)
+        if isinstance(body, Moe):
+            return self._moe(body, rows)
         assert isinstance(body, Mlp)
         roles = self._project(body.linears, rows)
         if body.is_gated:
             return self._linear(body.out, gated(body.activation, roles["gate"], roles["up"]))
         return self._linear(body.out, activated(body.activation, roles["up"]))
+
+    def _moe(self, body: Moe, rows: Floats) -> Floats:
+        roles = self._project(body.linears, rows)
+        chosen, weights = routed(body, roles["router"], self._optional(body.correction, (body.experts,)))
+        out = np.zeros_like(rows)
+        for expert in range(body.experts):
+            for token, place in zip(*np.nonzero(chosen == expert), strict=True):
+                gate, up = (self._expert(body, one, expert, rows[token]) for one in (body.gate, body.up))
+                done = self._expert(body, body.down, expert, gated(body.activation, gate, up))
+                out[token] += weights[token, place] * done
+        if body.out is None:
+            return out
+        inner = gated(body.activation, roles["gate"], roles["up"])
+        return out + self._linear(body.out, inner * sigmoid(roles["shared_gate"]) if "shared_gate" in roles else inner)
+
+    def _expert(self, body: Moe, one: ExpertTensor, expert: int, x: Floats) -> Floats:
+        """Returns one matrix of an expert times a row, and its bias."""
+        stored = one.stored_outputs or one.outputs
+        shape = (one.inputs, stored) if one.is_transposed else (stored, one.inputs)
+        weight = self._of_expert(body, one.tensor, expert, shape)
+        weight = weight.T if one.is_transposed else weight
+        rows = range(stored) if one.rows is None else one.rows
+        out = weight[list(rows)] @ x
+        return out if one.bias is None else out + self._of_expert(body, one.bias, expert, (stored,))[list(rows)]
+
+    def _of_expert(self, body: Moe, name: str, expert: int, shape: tuple[int, ...]) -> Floats:
+        if "{expert}" in name:
+            return self._tensor(name.format(expert=expert), shape)
+        return self._tensor(name, (body.experts, *shape))[expert]
+
+    def _optional(self, name: str | None, shape: tuple[int, ...]) -> Floats | float:
+        return 0.0 if name is None else self._tensor(name, shape)
 
     def _attention(self, body: Attention, rows: Floats) -> Floats:
         count, dim = len(rows), body.head_dim
@@ -126,6 +160,24 @@ class Executor:
 
     def _matrix(self, kind: WeightFormat, name: str, shape: tuple[int, int]) -> Floats:
         return kind.values(kind.read(self._read, name.removesuffix(".weight"), shape)).astype(np.float64)
+
+
+def routed(body: Moe, logits: Floats, correction: Floats | float) -> tuple[NDArray[np.intp], Floats]:
+    """Returns the chosen experts of each token and their weights, [tokens, top_k] each."""
+    exponents = np.exp(logits - logits.max(-1, keepdims=True))
+    scores = sigmoid(logits) if body.scores == "sigmoid" else exponents / exponents.sum(-1, keepdims=True)
+    for_choice = scores + correction
+    if body.groups is not None:
+        groups, kept, how = body.groups
+        grouped = for_choice.reshape(len(logits), groups, -1)
+        of_groups = grouped.max(-1) if how == "max" else np.sort(grouped, -1)[..., -2:].sum(-1)
+        is_kept = np.argsort(np.argsort(-of_groups, -1)) < kept
+        for_choice = np.where(is_kept[:, :, None], grouped, -np.inf).reshape(logits.shape)
+    chosen = np.argsort(-for_choice, -1, kind="stable")[:, : body.top_k]
+    weights = np.take_along_axis(scores, chosen, -1)
+    if body.normalise:
+        weights = weights / (weights.sum(-1, keepdims=True) + (1e-20 if body.scores == "sigmoid" else 0.0))
+    return chosen, weights * body.scale
 
 
 def rotated(x: Floats, rope: Rope) -> Floats:

@@ -14,7 +14,7 @@ from caraserve.model.formats.int8 import Int8
 from caraserve.model.formats.plain import PLAIN
 from caraserve.model.formats.scaled_codes import Inputs
 from caraserve.model.linear_plan import LinearPlan, Part, interleaved_rows, part_rows
-from caraserve.model.plan import Attention, Block, DecoderPlan, LayerPlan, Mlp, Norm, Rope
+from caraserve.model.plan import Attention, Block, DecoderPlan, ExpertTensor, LayerPlan, Mlp, Moe, Norm, Rope
 
 # No width is a whole number of panels; K and V of a layer are half a panel.
 HIDDEN, HEADS, KV_HEADS, DIM, INTER, VOCAB, POSITIONS = 96, 4, 2, 16, 160, 80, 128
@@ -182,11 +182,68 @@ def mixed() -> DecoderPlan:
     return decoder(lambda layer: layers[layer].blocks, len(layers))
 
 
+def experts() -> DecoderPlan:
+    """Two kinds of experts, each after attention: chosen by sigmoids with a correction among the groups that score
+    highest, with biases, fused tensors of all experts and a gated shared expert; chosen by softmax, a tensor each."""
+    count, inner, shared = 8, 48, 80
+
+    def sigmoid(layer: int) -> Moe:
+        name = f"model.layers.{layer}.mlp"
+        fused = ExpertTensor(f"{name}.experts.gate_up_proj", inner, HIDDEN, 2 * inner, is_transposed=True)
+        fused = replace(fused, bias=f"{name}.experts.gate_up_proj_bias")
+        return Moe(
+            linears=(
+                linear(layer, "mlp.router", HIDDEN, ("router", count), bias=True),
+                linear(layer, "mlp.shared_gate", HIDDEN, ("shared_gate", 1)),
+                linear(layer, "mlp.gate_proj", HIDDEN, ("gate", shared)),
+                linear(layer, "mlp.up_proj", HIDDEN, ("up", shared)),
+            ),
+            out=linear(layer, "mlp.down_proj", shared, ("down", HIDDEN)),
+            experts=count,
+            top_k=3,
+            gate=replace(fused, rows=range(0, 2 * inner, 2)),
+            up=replace(fused, rows=range(1, 2 * inner, 2)),
+            down=ExpertTensor(f"{name}.experts.down_proj", HIDDEN, inner, bias=f"{name}.experts.down_proj_bias"),
+            activation="clamped_swiglu",
+            scores="sigmoid",
+            scale=1.7,
+            correction=f"{name}.correction",
+            groups=(4, 2, "top2"),
+        )
+
+    def softmax(layer: int) -> Moe:
+        name = f"model.layers.{layer}.mlp.experts.{{expert}}"
+        return Moe(
+            linears=(linear(layer, "mlp.router", HIDDEN, ("router", count)),),
+            out=None,
+            experts=count,
+            top_k=2,
+            gate=ExpertTensor(f"{name}.gate_proj.weight", inner, HIDDEN),
+            up=ExpertTensor(f"{name}.up_proj.weight", inner, HIDDEN),
+            down=ExpertTensor(f"{name}.down_proj.weight", HIDDEN, inner),
+            normalise=False,
+        )
+
+    def blocks(layer: int) -> tuple[Block, ...]:
+        attention, _ = parallel().layers[0].with_linears(lambda one: _of_layer(one, layer)).blocks
+        attention = replace(attention, pre=norm(layer, "before_attention"))
+        body = softmax(layer) if layer % 2 else sigmoid(layer)
+        after = norm(layer, "after_mlp") if layer == 2 else None
+        return attention, Block(body, norm(layer, "before_mlp"), after, multiplier=0.8 if layer == 2 else 1.0)
+
+    return decoder(blocks, 4)
+
+
+def _of_layer(one: LinearPlan, layer: int) -> LinearPlan:
+    return replace(one, module=one.module.replace("layers.0.", f"layers.{layer}."))
+
+
 PLANS: dict[str, Callable[[], DecoderPlan]] = {
     "sandwich": sandwich,
     "parallel": parallel,
     "gated": gated,
     "mixed": mixed,
+    "experts": experts,
 }
 
 
@@ -203,7 +260,7 @@ def _blocks(change: Callable[[Block], Block]) -> Change:
     return changed
 
 
-def body(kind: type[Attention] | type[Mlp], **fields: Any) -> Change:
+def body(kind: type[Attention] | type[Mlp] | type[Moe], **fields: Any) -> Change:
     def change(block: Block) -> Block:
         return replace(block, body=replace(block.body, **fields)) if isinstance(block.body, kind) else block
 
@@ -317,6 +374,17 @@ CHANGES: dict[str, dict[str, Change]] = {
         "silu of up alone": body(Mlp, activation="silu"),
         "no positions": _top(positions=None),
         "fp8 head": _top(head_format=Fp8(Inputs.KEPT)),
+    },
+    "experts": {
+        "one expert fewer": body(Moe, top_k=1),
+        "other scores": body(Moe, scores="sigmoid"),
+        "weights that sum to 1": body(Moe, normalise=True),
+        "scale of the weights": body(Moe, scale=2.5),
+        "correction of scores": body(Moe, correction="model.correction"),
+        "groups scored by their best two": body(Moe, groups=(4, 1, "top2")),
+        "groups scored by their best": body(Moe, groups=(2, 1, "max")),
+        "gelu": body(Moe, activation="gelu_tanh"),
+        "clamped swiglu": body(Moe, activation="clamped_swiglu"),
     },
     "gated": {
         "no gate": body(Attention, gated=False),

@@ -36,6 +36,17 @@ BACKENDS: dict[str, tuple[Make, int]] = {
 }
 
 
+UNSUPPORTED = {("experts", "cpu"), ("experts", "gpu")}
+
+
+@pytest.fixture(autouse=True)
+def skip_unsupported(request: pytest.FixtureRequest) -> None:
+    """Skips the made-up decoders that a backend refuses."""
+    params = getattr(request.node, "callspec", None) and request.node.callspec.params
+    if params and (params.get("name"), params.get("backend", "cpu")) in UNSUPPORTED:
+        pytest.skip("refused by this backend")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def torch_for_triton() -> Iterator[None]:
     """Replaces the Triton kernels, which tests of their own run, by torch's."""
@@ -114,7 +125,9 @@ def test_layers_of_different_kinds_are_computed_by_captured_graphs() -> None:
 
 
 def test_results_do_not_depend_on_the_pieces_of_a_prompt_or_the_number_of_threads() -> None:
-    for make in PLANS.values():
+    for name, make in PLANS.items():
+        if (name, "cpu") in UNSUPPORTED:
+            continue
         whole = computed("cpu", make())
         assert whole.tobytes() == computed("cpu", make(), (3, 30, 12)).tobytes()
         assert whole.tobytes() == computed("cpu", make(), (3, 30, 12), threads=3).tobytes()
@@ -130,7 +143,7 @@ def test_weights_in_16_bits_are_close_to_those_in_32(backend: str) -> None:
 def test_a_body_that_a_backend_cannot_compute_is_refused_before_a_tensor_is_read(backend: str, named: str) -> None:
     plan = PLANS["parallel"]()
     router = linear(0, "router", HIDDEN, ("router", 8))
-    moe = Moe(router, 8, 2, *(None,) * 3)  # type: ignore[arg-type]
+    moe = Moe((router,), None, 8, 2, *(None,) * 3)  # type: ignore[arg-type]
     layer = LayerPlan((Block(moe, Norm("model.norm.weight", 1e-5)),))
     with pytest.raises(ModelLoadError, match=f"layer 0 has a Moe, which {named} cannot compute"):
         computed(backend, DecoderPlan("made-up", VOCAB, HIDDEN, (layer,), plan.final, 128, "float32"))
