@@ -95,8 +95,8 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:
-    """Where one matrix of every expert, [outputs, inputs], is stored: in a tensor for each, with `{expert}` in its name,
-    or in one for all, whose first axis is the experts."""
+    """Where a matrix of every expert, [outputs, inputs], is stored: a tensor for each, with `{expert}` in its name,
+    or one for all, whose first axis is the experts."""
 
     tensor: str
     outputs: int
