@@ -131,7 +131,7 @@ def _build_cpu_backend(
         compile_formats(plan)
     dtype, context = dtype_of(plan, model.dtype), _context(plan, model)
     kv_bytes, lora_cpus = _kv_bytes(plan, context, engine.kv_cache_bytes), _lora_cpus(lora)
-    with progress("weights", progress_steps(plan)) as advance, _reader(model, engine.seed, dtype) as read:
+    with progress("weights", progress_steps(plan)) as advance, _reader(model, plan, engine.seed, dtype) as read:
         loaded = load_model(plan, dtype, context, read, advance)
     seqs = engine.max_num_seqs or _CPU_SEQS
     sizes = CpuSizes(
@@ -152,7 +152,7 @@ def _build_cpu_backend(
 
 
 @contextmanager
-def _reader(model: ModelConfig, seed: int, dtype: Dtype) -> Iterator[TensorReader]:
+def _reader(model: ModelConfig, plan: DecoderPlan, seed: int, dtype: Dtype) -> Iterator[TensorReader]:
     """Yields a reader of the checkpoint, or of random weights in `dtype`. Raises ModelLoadError, also when a file has
     changed at the end."""
     from caraserve.cpu.weights import dummy_reader
@@ -161,7 +161,7 @@ def _reader(model: ModelConfig, seed: int, dtype: Dtype) -> Iterator[TensorReade
     if model.load_format == "dummy":
         yield dummy_reader(seed, dtype)
         return
-    with FolderReader(model.model) as read:
+    with FolderReader(model.model, plan.stored_names) as read:
         yield read
 
 
@@ -185,7 +185,7 @@ def build_cuda_backend(
         if model.load_format == "dummy":
             weights = load_weights(device.device, dummy(engine.seed, device.device), advance)
         else:
-            weights, transfer = load_checkpoint(model.model, device, load_weights, advance)
+            weights, transfer = load_checkpoint(model.model, device, load_weights, advance, plan.stored_names)
     if transfer is not None:
         log.info("%s", transfer)
     sizes = GpuSizes(

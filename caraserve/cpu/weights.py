@@ -284,7 +284,11 @@ class _Loader:
         order = slice(None) if norm.order is None else list(norm.order)
 
         def ordered(name: str) -> Floats:
-            return self._values(name, shape).reshape(-1)[order].reshape(shape)
+            if "{head}" in name:
+                values = np.stack([self._values(name.format(head=head), shape[1:]) for head in range(heads)])
+            else:
+                values = self._values(name, shape)
+            return values.reshape(-1)[order].reshape(shape)
 
         weight = np.ones(shape, np.float32) if norm.weight is None else ordered(norm.weight)
         padded = align_up(shape[-1], LANES)

@@ -1,6 +1,6 @@
 """Loads the base model's weights from a checkpoint to the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -29,15 +29,17 @@ def load_checkpoint(
     device: GpuDevice,
     load: Load,
     progress: Callable[[], None] = lambda: None,
+    stored_names: Callable[[str], Sequence[str]] = lambda name: (name,),
 ) -> tuple[Weights, TransferFigures]:
-    """Fills weights with a checkpoint's tensors, and says how fast.
+    """Fills weights with a checkpoint's tensors, and says how fast. `stored_names`: returns the names that a tensor may
+    have in the folder.
 
     Calls `load` on torch's device without memory first, because threads read tensors before they are asked for: that
     shows their order, and finds what is missing before any is read but the scales of quantised modules, which are small
     and kept. Raises ModelLoadError for files that cannot be read or change meanwhile, ConfigError if no host memory can
     be pinned, DriverError, and the errors of `load`.
     """
-    with FolderReader(folder) as reader:
+    with FolderReader(folder, stored_names) as reader:
         found: list[StoredTensor] = []
         scales: dict[str, NDArray[np.float32]] = {}
 

@@ -212,7 +212,12 @@ class _Loader:
         shape = {"row": (heads * width,), "head": (width,), "heads": (heads, width)}[norm.scope]
 
         def ordered(name: str) -> Tensor:
-            values = self._loader.filled(name, shape, torch.float32)
+            if "{head}" in name:
+                values = self._loader.empty(shape, torch.float32)
+                for head, row in enumerate(values):
+                    self._loader.fill(name.format(head=head), row)
+            else:
+                values = self._loader.filled(name, shape, torch.float32)
             return values if norm.order is None else values.view(-1)[list(norm.order)].view(shape)
 
         if norm.weight is None:

@@ -1,7 +1,7 @@
 """Reads the tensors of a model folder's safetensors files."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +41,9 @@ class FolderReader:
     Files are opened when first needed and closed by the end of the context, which without another error raises
     ModelLoadError if one was changed in the meantime."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, stored_names: Callable[[str], Sequence[str]] = lambda name: (name,)) -> None:
+        """`stored_names`: returns the names that a tensor may have in the folder."""
+        self._folder, self._stored_names = folder, stored_names
         with _load_errors():
             self._files = weight_files(folder)
         self._opened: dict[Path, TensorFile] = {}
@@ -64,7 +65,7 @@ class FolderReader:
     def find(self, name: str, shape: tuple[int, ...], code: Code | None = None) -> StoredTensor:
         """Returns a tensor, which must have this shape, without reading it. `code`: of a quantised module's weights."""
         with _load_errors():
-            file = self._file(name, shape)
+            file, name = self._file(name, shape)
             if code is not None:
                 file.check_code(name, code)
             return StoredTensor(name, file, file.dtype(name) if code is None else code, file.num_bytes(name))
@@ -72,13 +73,14 @@ class FolderReader:
     def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[Raw, Dtype]:
         """Reads a tensor of plain numbers, which must have this shape."""
         with _load_errors():
-            file = self._file(name, shape)
+            file, name = self._file(name, shape)
             return file.raw(name), file.dtype(name)
 
     def codes(self, name: str, shape: tuple[int, ...], code: Code) -> NDArray[np.uint8]:
         """Reads the codes of a quantised module's weights, [outputs, inputs]."""
         with _load_errors():
-            return self._file(name, shape).codes(name, code)
+            file, name = self._file(name, shape)
+            return file.codes(name, code)
 
     def scales(self, module: str, outputs: int) -> NDArray[np.float32]:
         """Reads the scales of a quantised module's weights, [outputs]; the checkpoint may have one for all."""
@@ -96,7 +98,7 @@ class FolderReader:
     def _scales(self, name: str, most: int) -> NDArray[np.float32]:
         """Reads one scale or `most` of them, as a vector."""
         with _load_errors():
-            file = self._file(name)
+            file, name = self._file(name)
             shape = file.shape(name)
             if math.prod(shape) not in (1, most):
                 raise ModelLoadError(f"{self._folder}: tensor {name} has shape {list(shape)}, not 1 or {most} scales")
@@ -105,17 +107,18 @@ class FolderReader:
             raise ModelLoadError(f"{self._folder}: tensor {name} has a scale that is negative or not finite")
         return found
 
-    def _file(self, name: str, shape: tuple[int, ...] | None = None) -> TensorFile:
-        """Returns the file that has a tensor, which must have this shape, if given."""
-        path = self._files.get(name)
-        if path is None:
+    def _file(self, name: str, shape: tuple[int, ...] | None = None) -> tuple[TensorFile, str]:
+        """Returns the file that has a tensor, which must have this shape, if given, and the tensor's name there."""
+        stored = next((one for one in self._stored_names(name) if one in self._files), None)
+        if stored is None:
             raise ModelLoadError(f"{self._folder}: tensor {name} is missing")
+        name, path = stored, self._files[stored]
         if path not in self._opened:
             self._opened[path] = TensorFile(path)
         found = self._opened[path].shape(name)
         if shape is not None and found != shape:
             raise ModelLoadError(f"{path.name}: tensor {name} has shape {list(found)}, config.json asks {list(shape)}")
-        return self._opened[path]
+        return self._opened[path], name
 
 
 @contextmanager

@@ -31,7 +31,8 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "clamped_swiglu"]
 class Norm:
     """y = x / √(mean x² + eps) · (weight + offset) + bias; `layer` subtracts the mean of x first."""
 
-    weight: str | None  # name of the tensor; None: no weight
+    # name of the tensor; None: no weight. With scope `heads` it may have `{head}`: there is a tensor for each head
+    weight: str | None
     eps: float
     kind: Literal["rms", "layer"] = "rms"
     offset: float = 0.0  # added to the weight in float32
@@ -48,6 +49,9 @@ class Rope:
     frequencies: tuple[float, ...]  # radians per position, float32 values; 0 does not rotate
     factor: float = 1.0  # of cos and sin
     q_growth: tuple[float, int] | None = None  # (β, length): q · (1 + β · ln(1 + ⌊position / length⌋))
+    # Instead of `frequencies`, where a server admits requests of more than `longest_short` tokens.
+    long_frequencies: tuple[float, ...] = ()
+    longest_short: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +317,7 @@ class DecoderPlan:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     layer_scalars: tuple[str, ...] = ()  # a tensor [1] for each layer, which multiplies the stream after it
+    checkpoint_prefixes: tuple[str, ...] = ()  # instead of the first word of `embed` in names of a checkpoint
     adapter_prefixes: tuple[str, ...] = ("model.",)  # before `layers.` in names of an adapter's tensors
     ignored_prefixes: tuple[str, ...] = ()  # of tensors that a text model does not use
 
@@ -322,7 +327,8 @@ class DecoderPlan:
             return self
 
         def format_of(tensor: str) -> WeightFormat:
-            return quantization.format_of(tensor.removesuffix(".weight")) or PLAIN
+            names = [name.removesuffix(".weight") for name in self.stored_names(tensor)]
+            return quantization.format_of(*names, is_linear=tensor != self.embed) or PLAIN
 
         def with_format(linear: LinearPlan) -> LinearPlan:
             return replace(linear, format=format_of(linear.module))
@@ -330,6 +336,15 @@ class DecoderPlan:
         layers = tuple(layer.with_linears(with_format) for layer in self.layers)
         head = PLAIN if self.head is None else format_of(self.head)
         return replace(self, layers=layers, head_format=head, embed_format=format_of(self.embed))
+
+    def stored_names(self, tensor: str) -> tuple[str, ...]:
+        """Returns the names that a tensor of the plan may have in a checkpoint."""
+        own, rest = self.embed.partition(".")[0] + ".", tensor.partition(".")[2]
+        if not self.checkpoint_prefixes:
+            return (tensor,)
+        if tensor.startswith(own):
+            return tuple(prefix + rest for prefix in self.checkpoint_prefixes)
+        return tensor, f"language_model.{tensor}"
 
     @property
     def formats(self) -> frozenset[WeightFormat]:

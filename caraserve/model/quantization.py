@@ -22,7 +22,6 @@ _SUPPORTED = (
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 _SCHEMES: Mapping[str, type[ScaledCodes]] = {"float": Fp8, "int": Int8}
 _LINEAR, _PATTERN = "Linear", "re:"  # a class of modules; the prefix of a regular expression over names
-_EMBEDDING = "model.embed_tokens"  # of all modules with a matrix, the only one that is not of this class
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +32,28 @@ class Quantization:
     groups: tuple[tuple[tuple[str, ...], WeightFormat], ...]
     ignore: tuple[str, ...]
 
-    def format_of(self, module: str) -> WeightFormat | None:
-        """Returns the format of a module by its whole name, as `model.layers.0.mlp.up_proj`; None if it is not
-        quantised. Names come before regular expressions, and these before `Linear`."""
-        if any(_rank(target, module) is not None for target in self.ignore):
+    def format_of(self, *names: str, is_linear: bool = True) -> WeightFormat | None:
+        """Returns the format of a module by the whole names that it may have, as `model.layers.0.mlp.up_proj`; None if
+        it is not quantised. Names come before regular expressions, and these before `Linear`."""
+        if any(_rank(target, name, is_linear) is not None for target in self.ignore for name in names):
             return None
         found = [
             (rank, index)
             for index, (targets, _) in enumerate(self.groups)
             for target in targets
-            if (rank := _rank(target, module)) is not None
+            for name in names
+            if (rank := _rank(target, name, is_linear)) is not None
         ]
         return self.groups[min(found)[1]][1] if found else None
 
 
-def _rank(target: str, module: str) -> int | None:
+def _rank(target: str, module: str, is_linear: bool) -> int | None:
     """Returns how exactly a target names a module, 0 being the most exact, or None if it does not."""
     if target == module:
         return 0
     if target.startswith(_PATTERN):
         return 1 if re.match(target.removeprefix(_PATTERN), module) else None
-    return 2 if target == _LINEAR and module != _EMBEDDING else None
+    return 2 if target == _LINEAR and is_linear else None
 
 
 def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:

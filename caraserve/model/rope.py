@@ -4,7 +4,8 @@ The arithmetic is fp32 in the order that transformers uses, so that angles at lo
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,15 @@ from caraserve.model.plan import Rope
 
 Floats = NDArray[np.float32]
 DEFAULT_THETA = 10000.0
+Fields = Mapping[str, Any]
 
 
 def rope_tables(rope: Rope, positions: int) -> tuple[Floats, Floats]:
-    """Returns cos and sin times the rope's factor, each `[positions, frequencies]`."""
-    frequencies = np.asarray(rope.frequencies, np.float32)
+    """Returns cos and sin times the rope's factor, each `[positions, frequencies]`. `positions`: those of the longest
+    request, which decide between the frequencies for short and for long ones, for all alike: requests share KV blocks.
+    """
+    is_long = rope.long_frequencies and positions > rope.longest_short
+    frequencies = np.asarray(rope.long_frequencies if is_long else rope.frequencies, np.float32)
     angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies[None, :]
     factor = np.float32(rope.factor)
     return np.cos(angles) * factor, np.sin(angles) * factor
@@ -42,22 +47,62 @@ def alibi_slopes(heads: int) -> Floats:
     return (2.0 ** -np.array(exponents)).astype(np.float32)
 
 
-def rope_of(config: Mapping[str, Any], head_dim: int, max_position: int, theta: float = DEFAULT_THETA) -> Rope:
+def rope_of(
+    config: Fields,
+    head_dim: int,
+    max_position: int,
+    *,
+    theta: float = DEFAULT_THETA,
+    partial: float = 1.0,
+    kind: str | None = None,
+) -> Rope:
     """Returns the rotation that a configuration describes. Raises ModelLoadError for a type that is not computed.
 
-    `theta`: the base frequency if the configuration has none."""
-    # transformers 5 writes one `rope_parameters`; older files have `rope_theta` and `rope_scaling`.
-    fields: dict[str, Any] = {"rope_theta": config.get("rope_theta", theta)}
-    fields |= config.get("rope_scaling") or {}
-    fields |= config.get("rope_parameters") or {}
-    kind = fields.get("rope_type", fields.get("type", "default"))
-    if kind not in _STRETCHES:
-        raise ModelLoadError(f"config.json: rope type {kind!r} is not supported; {_listed()} are")
-    if float(config.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise ModelLoadError("config.json: partial_rotary_factor other than 1 is not supported")
-    fields.setdefault("original_max_position_embeddings", max_position)
-    frequencies = _STRETCHES[kind](_frequencies(float(fields["rope_theta"]), head_dim), fields)
-    return Rope(tuple(frequencies.tolist()))
+    `theta`, `partial`: the base frequency and the rotated part of a head if the configuration has none. `kind`: which
+    of the rotations, if it has one for each kind of layers."""
+    fields = rope_fields(config, theta, partial, kind)
+    name = _kind_of(fields)
+    if name not in _STRETCHES:
+        raise ModelLoadError(f"config.json: rope type {name!r} is not supported; {_listed()} are")
+    rotated = int(head_dim * float(fields["partial_rotary_factor"]))
+    if rotated < 2 or rotated % 2 or rotated > head_dim:
+        raise ModelLoadError(
+            f"config.json: partial_rotary_factor {fields['partial_rotary_factor']} rotates {rotated} of {head_dim} "
+            "dimensions of a head; an even number of them can be rotated"
+        )
+    original = fields.get("original_max_position_embeddings") or max_position
+    fields = {"max_position_embeddings": max_position, **fields, "original_max_position_embeddings": int(original)}
+    try:
+        made = _STRETCHES[name](rotated, fields)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
+        raise ModelLoadError(
+            f"config.json: the fields of rope type {name!r} are not what it needs: {type(error).__name__} {error}"
+        ) from None
+    beta = fields.get("llama_4_scaling_beta")
+    return made if not beta else replace(made, q_growth=(float(beta), int(original)))
+
+
+def rope_fields(config: Fields, theta: float, partial: float, kind: str | None) -> dict[str, Any]:
+    """Returns the fields of a rotation in one form. transformers 5 writes `rope_parameters`, one or one for each kind
+    of layers; older files have `rope_theta`, `rope_scaling` and `partial_rotary_factor`."""
+    fields: dict[str, Any] = {"rope_theta": theta, "partial_rotary_factor": partial}
+    for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        if config.get(key) is not None:
+            fields[key] = config[key]
+    top = fields.get("original_max_position_embeddings")
+    parameters = config.get("rope_parameters") or {}
+    if kind in parameters:
+        parameters = parameters[kind] or {}
+    for own in (config.get("rope_scaling") or {}, parameters):
+        fields |= {key: value for key, value in own.items() if value is not None}
+    return fields if top is None else fields | {"original_max_position_embeddings": top}
+
+
+def _kind_of(fields: Fields) -> str:
+    name = fields.get("rope_type", fields.get("type")) or "default"
+    if name == "yarn" and "long_factor" in fields:  # in old files of Phi-3
+        return "longrope"
+    return str({"mrope": "default", "su": "longrope"}.get(name, name))  # mrope of text is the ordinary rotation
 
 
 def _frequencies(theta: float, rotated: int) -> Floats:
@@ -66,16 +111,22 @@ def _frequencies(theta: float, rotated: int) -> Floats:
     return frequencies
 
 
-def _as_they_are(frequencies: Floats, fields: Mapping[str, Any]) -> Floats:
-    return frequencies
+def _rope(frequencies: NDArray[Any], **fields: Any) -> Rope:
+    return Rope(tuple(np.asarray(frequencies, np.float32).tolist()), **fields)
 
 
-def _linear(frequencies: Floats, fields: Mapping[str, Any]) -> Floats:
-    return np.divide(frequencies, np.float32(fields.get("factor", 1.0)), dtype=np.float32)
+def _default(rotated: int, fields: Fields) -> Rope:
+    return _rope(_frequencies(float(fields["rope_theta"]), rotated))
 
 
-def _llama3(frequencies: Floats, fields: Mapping[str, Any]) -> Floats:
+def _linear(rotated: int, fields: Fields) -> Rope:
+    frequencies = _frequencies(float(fields["rope_theta"]), rotated)
+    return _rope(np.divide(frequencies, np.float32(fields.get("factor", 1.0)), dtype=np.float32))
+
+
+def _llama3(rotated: int, fields: Fields) -> Rope:
     """Stretches long wavelengths by `factor`, keeps short ones, and blends those between."""
+    frequencies = _frequencies(float(fields["rope_theta"]), rotated)
     low, high = float(fields.get("low_freq_factor", 1.0)), float(fields.get("high_freq_factor", 4.0))
     original = int(fields["original_max_position_embeddings"])
     wavelengths = 2 * math.pi / frequencies
@@ -83,10 +134,70 @@ def _llama3(frequencies: Floats, fields: Mapping[str, Any]) -> Floats:
     stretched = frequencies / np.float32(float(fields.get("factor", 1.0)))
     between = (1 - blend) * stretched + blend * frequencies
     is_long, is_short = wavelengths > original / low, wavelengths < original / high
-    return np.where(is_long, stretched, np.where(is_short, frequencies, between)).astype(np.float32)
+    return _rope(np.where(is_long, stretched, np.where(is_short, frequencies, between)))
 
 
-_STRETCHES = {"default": _as_they_are, "linear": _linear, "llama3": _llama3}
+def _yarn(rotated: int, fields: Fields) -> Rope:
+    """Stretches frequencies with fewer than `beta_slow` turns within the original length by `factor`, keeps those with
+    more than `beta_fast`, and blends those between (YaRN, equation 23)."""
+    theta, original = float(fields["rope_theta"]), int(fields["original_max_position_embeddings"])
+    factor = float(fields.get("factor") or fields["max_position_embeddings"] / original)
+
+    def dimension(turns: float) -> float:
+        return rotated * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(float(fields.get("beta_fast") or 32)), dimension(float(fields.get("beta_slow") or 1))
+    if fields.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    ramp = np.clip((np.arange(rotated // 2, dtype=np.float32) - low) / ((high - low) or 0.001), 0, 1)
+    frequencies = _frequencies(theta, rotated)
+    return _rope(frequencies / factor * ramp + frequencies * (1 - ramp), factor=_yarn_factor(factor, fields))
+
+
+def _yarn_factor(factor: float, fields: Fields) -> float:
+    """Returns the factor of cos and sin."""
+
+    def growth(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if fields.get("attention_factor") is not None:
+        return float(fields["attention_factor"])
+    if fields.get("mscale") and fields.get("mscale_all_dim"):
+        return growth(float(fields["mscale"])) / growth(float(fields["mscale_all_dim"]))
+    return growth(1.0)
+
+
+def _longrope(rotated: int, fields: Fields) -> Rope:
+    """Divides each frequency by a number of its own, of which there is one list for short requests and one for long
+    ones (LongRoPE)."""
+    original = int(fields["original_max_position_embeddings"])
+    factor = float(fields.get("factor") or fields["max_position_embeddings"] / original)
+    of_angles = fields.get("attention_factor")
+    if of_angles is None:
+        of_angles = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    frequencies = _frequencies(float(fields["rope_theta"]), rotated)
+    short, long = (frequencies / np.array(fields[f"{which}_factor"], np.float32) for which in ("short", "long"))
+    if short.shape != frequencies.shape or long.shape != frequencies.shape:
+        raise ValueError(f"short_factor and long_factor must have {len(frequencies)} numbers")
+    return _rope(short, factor=float(of_angles), long_frequencies=tuple(long.tolist()), longest_short=original)
+
+
+def _dynamic(rotated: int, fields: Fields) -> Rope:
+    """Raises θ by `alpha`, if that is given. Without, θ grows with requests beyond `max_position_embeddings` only, and
+    longer ones are refused."""
+    theta = float(fields["rope_theta"]) * float(fields.get("alpha") or 1.0) ** (rotated / (rotated - 2))
+    return _rope(_frequencies(theta, rotated))
+
+
+_STRETCHES: Mapping[str, Callable[[int, Fields], Rope]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "dynamic": _dynamic,
+}
 
 
 def _listed() -> str:

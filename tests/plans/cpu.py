@@ -10,7 +10,7 @@ from tests.plans.driving import BLOCKS
 
 
 def backend_of(
-    plan: DecoderPlan, read: TensorReader, *, dtype: Dtype = Dtype.F32, threads: int = 1, adapter_slots: int = 2
+    plan: DecoderPlan, read: TensorReader, *, dtype: Dtype = Dtype.F32, threads: int = 1, adapter_slots: int = 3
 ) -> CpuBackend:
     """Returns a backend for requests of up to 128 tokens."""
     sizes = CpuSizes(

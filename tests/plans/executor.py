@@ -17,6 +17,7 @@ from caraserve.model.plan import Attention, DecoderPlan, ExpertTensor, Mlp, Moe,
 
 Floats = NDArray[np.float64]
 _CLAMP = 7.0
+CONTEXT = 128  # tokens of the longest request
 
 
 class Executor:
@@ -149,10 +150,18 @@ class Executor:
             rows = rows - rows.mean(-1, keepdims=True)
         rows = rows / np.sqrt((rows * rows).mean(-1, keepdims=True) + norm.eps)
         order = slice(None) if norm.order is None else index(norm.order)
+
+        def ordered(name: str) -> Floats:
+            if "{head}" in name:
+                values = np.stack([self._tensor(name.format(head=head), shape[1:]) for head in range(shape[0])])
+            else:
+                values = self._tensor(name, shape)
+            return values.reshape(-1)[order].reshape(shape)
+
         if norm.weight is not None:
-            rows = rows * (self._tensor(norm.weight, shape).reshape(-1)[order].reshape(shape) + norm.offset)
+            rows = rows * (ordered(norm.weight) + norm.offset)
         if norm.bias is not None:
-            rows = rows + self._tensor(norm.bias, shape).reshape(-1)[order].reshape(shape)
+            rows = rows + ordered(norm.bias)
         return rows.reshape(x.shape)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Floats:
@@ -182,8 +191,9 @@ def routed(body: Moe, logits: Floats, correction: Floats | float) -> tuple[NDArr
 
 def rotated(x: Floats, rope: Rope) -> Floats:
     """Rotates pairs of dimensions of heads, [positions, heads, width]."""
-    pairs = len(rope.frequencies)
-    angles = np.arange(len(x))[:, None, None] * np.array(rope.frequencies)
+    frequencies = rope.long_frequencies if rope.long_frequencies and rope.longest_short < CONTEXT else rope.frequencies
+    pairs = len(frequencies)
+    angles = np.arange(len(x))[:, None, None] * np.array(frequencies)
     cos, sin = np.cos(angles) * rope.factor, np.sin(angles) * rope.factor
     first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)

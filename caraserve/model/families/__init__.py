@@ -6,13 +6,37 @@ outside the package calls `register`.
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from caraserve.errors import ModelLoadError
-from caraserve.model.families import gemma, llama, mistral, qwen
+from caraserve.model.families import (
+    cohere,
+    exaone,
+    gemma,
+    glm,
+    gpt2,
+    granite,
+    hunyuan,
+    internlm,
+    llama,
+    mistral,
+    nemotron,
+    olmo,
+    phi2,
+    phi3,
+    qwen,
+    seed_oss,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
 from caraserve.model.not_a_model import why_no_model
 from caraserve.model.plan import DecoderPlan
+from caraserve.model.quantization import parse_quantization
+from caraserve.model.safetensors_reader import TensorFileError, weight_files
 
 Config = Mapping[str, Any]
 Planner = Callable[[Config], DecoderPlan]
@@ -20,12 +44,39 @@ Planner = Callable[[Config], DecoderPlan]
 # (model_type, first of `architectures`) → planner
 _FAMILIES: dict[tuple[str, str], Planner] = {
     ("llama", "LlamaForCausalLM"): llama.plan,
-    ("mistral", "MistralForCausalLM"): mistral.plan,
+    ("mistral", "MistralForCausalLM"): mistral.plan_mistral,
+    ("ministral", "MinistralForCausalLM"): mistral.plan_ministral,
+    ("ministral3", "Ministral3ForCausalLM"): mistral.plan_ministral3,
+    ("mistral3", "Mistral3ForConditionalGeneration"): mistral.plan_mistral3,
     ("gemma", "GemmaForCausalLM"): gemma.plan_gemma,
     ("gemma2", "Gemma2ForCausalLM"): gemma.plan_gemma2,
     ("gemma3_text", "Gemma3ForCausalLM"): gemma.plan_gemma3,
+    ("gemma3", "Gemma3ForConditionalGeneration"): gemma.plan_gemma3_with_images,
     ("qwen2", "Qwen2ForCausalLM"): qwen.plan_qwen2,
     ("qwen3", "Qwen3ForCausalLM"): qwen.plan_qwen3,
+    ("qwen2_vl", "Qwen2VLForConditionalGeneration"): qwen.plan_qwen2_vl,
+    ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"): qwen.plan_qwen2_vl,
+    ("qwen3_vl", "Qwen3VLForConditionalGeneration"): qwen.plan_qwen3_vl,
+    ("smollm3", "SmolLM3ForCausalLM"): smollm3.plan,
+    ("phi3", "Phi3ForCausalLM"): phi3.plan,
+    ("glm", "GlmForCausalLM"): glm.plan_glm,
+    ("glm4", "Glm4ForCausalLM"): glm.plan_glm4,
+    ("granite", "GraniteForCausalLM"): granite.plan_granite,
+    ("granitemoehybrid", "GraniteMoeHybridForCausalLM"): granite.plan_granite4,
+    ("olmo2", "Olmo2ForCausalLM"): olmo.plan_olmo2,
+    ("olmo3", "Olmo3ForCausalLM"): olmo.plan_olmo3,
+    ("exaone4", "Exaone4ForCausalLM"): exaone.plan,
+    ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"): hunyuan.plan,
+    ("internlm2", "InternLM2ForCausalLM"): internlm.plan_internlm2,
+    ("internlm3", "InternLM3ForCausalLM"): internlm.plan_internlm3,
+    ("seed_oss", "SeedOssForCausalLM"): seed_oss.plan,
+    ("cohere", "CohereForCausalLM"): cohere.plan_cohere,
+    ("cohere2", "Cohere2ForCausalLM"): cohere.plan_cohere2,
+    ("nemotron", "NemotronForCausalLM"): nemotron.plan,
+    ("starcoder2", "Starcoder2ForCausalLM"): starcoder2.plan,
+    ("stablelm", "StableLmForCausalLM"): stablelm.plan,
+    ("phi", "PhiForCausalLM"): phi2.plan,
+    ("gpt2", "GPT2LMHeadModel"): gpt2.plan,
 }
 
 
@@ -43,7 +94,12 @@ def supported() -> tuple[tuple[str, str], ...]:
 
 def load_plan(folder: Path) -> DecoderPlan:
     """Returns the plan of the model in a folder. Raises ModelLoadError with the field that cannot be served."""
-    return plan_of(read_config(folder))
+    plan = plan_of(read_config(folder))
+    with suppress(TensorFileError):  # no weights, or none that can be read, which the loader reports
+        stored = weight_files(folder)
+        if plan.head is not None and not any(name in stored for name in plan.stored_names(plan.head)):
+            return replace(plan, head=None)  # as transformers does, whatever the configuration says
+    return plan
 
 
 def read_config(folder: Path) -> Config:
@@ -67,7 +123,7 @@ def plan_of(config: Config) -> DecoderPlan:
     names = config.get("architectures") or []
     for (model_type, architecture), planner in _FAMILIES.items():
         if architecture in names or (not names and config.get("model_type") == model_type):
-            return planner(config)
+            return planner(config).with_formats(parse_quantization(config))
     raise ModelLoadError(
         f"config.json: architecture {names or config.get('model_type')!r} is not supported; "
         f"supported are {', '.join(architecture for _, architecture in _FAMILIES)}"

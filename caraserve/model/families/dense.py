@@ -1,16 +1,29 @@
-"""What dense decoders share: reading sizes from a configuration, and layers of attention and a gated MLP."""
+"""What dense decoders share: reading sizes from a configuration, and layers of attention and an MLP.
+
+A family fills in `DenseLayers` with what differs from Llama, and overrides a method for modules of a form of their own.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from caraserve.errors import ModelLoadError
-from caraserve.model.linear_plan import LinearPlan
-from caraserve.model.plan import Activation, Attention, Block, DecoderPlan, LayerPlan, Mlp, Norm, Rope
-from caraserve.model.quantization import parse_quantization
-from caraserve.model.rope import rope_of
+from caraserve.model.linear_plan import LinearPlan, Part, Rows, accumulated, interleaved_rows
+from caraserve.model.plan import Activation, Attention, Block, Body, DecoderPlan, LayerPlan, Mlp, Norm, Rope
 
-PREFIX = "model"  # of tensor names
+Config = Mapping[str, Any]
+
+LOCAL = "sliding_attention"
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+    "relu2": "relu2",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +38,12 @@ class Sizes:
     intermediate: int
     vocab_size: int
     max_position: int
-    rms_eps: float
+    eps: float  # of norms
 
 
-def sizes_of(config: Mapping[str, Any]) -> Sizes:
-    """Reads the sizes. Raises ModelLoadError for one that is missing or that kernels do not support."""
+def sizes_of(config: Config, *, eps: float = 1e-6, eps_key: str = "rms_norm_eps", max_position: int = 2048) -> Sizes:
+    """Reads the sizes; `eps` and `max_position` are used if the configuration has none. Raises ModelLoadError for one
+    that is missing or that kernels do not support."""
     hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     kv_heads = positive(config, "num_key_value_heads", default=heads)
     head_dim = positive(config, "head_dim", default=hidden // heads)
@@ -45,12 +59,12 @@ def sizes_of(config: Mapping[str, Any]) -> Sizes:
         head_dim=head_dim,
         intermediate=positive(config, "intermediate_size"),
         vocab_size=positive(config, "vocab_size"),
-        max_position=positive(config, "max_position_embeddings", default=2048),
-        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+        max_position=positive(config, "max_position_embeddings", default=max_position),
+        eps=number(config, eps_key, eps),
     )
 
 
-def positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def positive(config: Config, key: str, default: int | None = None) -> int:
     """Returns a field that must be a positive integer. Raises ModelLoadError."""
     value = config.get(key)
     value = default if value is None else value
@@ -59,96 +73,248 @@ def positive(config: Mapping[str, Any], key: str, default: int | None = None) ->
     return value
 
 
-def windows_of(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Returns each layer's window of attention, by `layer_types`, or from layer `max_window_layers` on."""
-    window = config.get("sliding_window")
-    if window is None or not config.get("use_sliding_window", False):
-        return (None,) * layers
+def number(config: Config, key: str, default: float) -> float:
+    """Returns a field that must be a number. Raises ModelLoadError."""
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ModelLoadError(f"config.json: {key} must be a number, not {value!r}")
+    return float(value)
+
+
+def flag(config: Config, key: str, default: bool = False) -> bool:
+    """Returns a field that must be true or false. Raises ModelLoadError."""
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise ModelLoadError(f"config.json: {key} must be true or false, not {value!r}")
+    return value
+
+
+def refuse(config: Config, key: str, *accepted: Any) -> None:
+    """Raises ModelLoadError if a field is set and is not one of the accepted values."""
+    value = config.get(key)
+    if value is not None and value not in accepted:
+        right = " or ".join(map(repr, accepted))
+        raise ModelLoadError(f"config.json: {key} {value!r} is not supported; {right} is")
+
+
+def activation_of(config: Config, key: str = "hidden_act", default: str = "silu") -> Activation:
+    """Returns the function of MLPs that a field names. Raises ModelLoadError."""
+    name = config.get(key) or default
+    if name not in _ACTIVATIONS:
+        raise ModelLoadError(f"config.json: {key} {name!r} is not supported; {', '.join(_ACTIVATIONS)} are")
+    return _ACTIVATIONS[name]
+
+
+def layer_kinds(config: Config, layers: int) -> Sequence[str] | None:
+    """Returns `layer_types`, None if the configuration has none. Raises ModelLoadError if their number is wrong."""
     kinds = config.get("layer_types")
-    if kinds is None:
-        first = int(config.get("max_window_layers", layers))
-        return tuple(int(window) if layer >= first else None for layer in range(layers))
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
+        raise ModelLoadError(f"config.json: layer_types must have {layers} entries, one for each layer")
+    return kinds
 
 
-@dataclass(frozen=True, slots=True)
+def window_of(config: Config, default: int | None = None) -> int | None:
+    """Returns `sliding_window`: how many positions a token sees, None for all. Raises ModelLoadError."""
+    if config.get("sliding_window", default) is None:
+        return None
+    return positive(config, "sliding_window", default)
+
+
+def windows_of(
+    config: Config, layers: int, window: int | None, is_local: Callable[[int], bool]
+) -> tuple[int | None, ...]:
+    """Returns each layer's window: `window` where `layer_types` says so, or, if the configuration has none, in layers
+    for which `is_local` is true."""
+    kinds = layer_kinds(config, layers)
+    local = [is_local(layer) if kinds is None else kinds[layer] == LOCAL for layer in range(layers)]
+    return tuple(window if each else None for each in local)
+
+
+def rounded(value: float, dtype: str) -> float:
+    """Returns a number as a checkpoint's dtype has it, rounded to the nearest, ties to even."""
+    if dtype == "float16":
+        return float(np.float16(value))
+    if dtype == "bfloat16":
+        bits = int(np.float32(value).view(np.uint32))
+        return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))
+    return float(np.float32(value))
+
+
+@dataclass(frozen=True)
 class DenseLayers:
-    """Layers of attention and a gated MLP with their usual names; families change fields."""
+    """Layers of attention and an MLP. The defaults are Llama's."""
 
     sizes: Sizes
-    rope: Rope
-    windows: Sequence[int | None]
+    ropes: Sequence[Rope | None]  # by layer
+    windows: Sequence[int | None]  # by layer
+    # names of modules and tensors
+    layer_prefix: str = "model.layers"
+    final_norm: str = "model.norm"
+    attention_name: str = "self_attn"
+    qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # one: a fused module
+    out_name: str = "o_proj"
+    mlp_name: str = "mlp"
+    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj")  # one: a fused module, or up alone
+    down_name: str = "down_proj"
+    # before attention, after it, before the MLP, after it
+    norm_names: tuple[str | None, str | None, str | None, str | None] = (
+        *("input_layernorm", None),
+        *("post_attention_layernorm", None),
+    )
+    # linears
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    has_head_norms: bool = False
+    is_transposed: bool = False
+    # attention
+    scale: float | None = None  # None: head_dim^-0.5
+    cap: float | None = None
+    is_interleaved: bool = False  # rotation of pairs (2i, 2i + 1)
+    head_norms: Literal["head", "heads", "row"] | None = None  # scope of the norms of q and k
+    head_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    norm_after_rope: bool = False
+    has_sinks: bool = False
+    # MLP
+    is_gated: bool = True
     activation: Activation = "silu"
+    # norms and blocks
+    norm_kind: Literal["rms", "layer"] = "rms"
     norm_offset: float = 0.0
-
-    def attention(self, layer: int) -> Attention:
-        sizes, name = self.sizes, f"{PREFIX}.layers.{layer}.self_attn"
-        width = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        norms = (self._norm(f"{name}.{role}_norm.weight", scope="head") for role in "qk")
-        q_norm, k_norm = norms if self.has_head_norms else (None, None)
-        return Attention(
-            linears=tuple(
-                LinearPlan.of_role(f"{name}.{role}_proj", sizes.hidden, outputs, role, bias=self.qkv_bias)
-                for role, outputs in zip("qkv", width, strict=True)
-            ),
-            out=LinearPlan.of_role(f"{name}.o_proj", width[0], sizes.hidden, "out", bias=self.o_bias),
-            heads=sizes.heads,
-            kv_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim,
-            scale=sizes.head_dim**-0.5,
-            window=self.windows[layer],
-            rope=self.rope,
-            q_norm=q_norm,
-            k_norm=k_norm,
-        )
-
-    def mlp(self, layer: int) -> Mlp:
-        sizes, name = self.sizes, f"{PREFIX}.layers.{layer}.mlp"
-        return Mlp(
-            linears=tuple(
-                LinearPlan.of_role(f"{name}.{role}_proj", sizes.hidden, sizes.intermediate, role, bias=self.mlp_bias)
-                for role in ("gate", "up")
-            ),
-            out=LinearPlan.of_role(f"{name}.down_proj", sizes.intermediate, sizes.hidden, "down", bias=self.mlp_bias),
-            activation=self.activation,
-        )
-
-    def norm(self, layer: int, name: str) -> Norm:
-        return self._norm(f"{PREFIX}.layers.{layer}.{name}.weight")
-
-    @property
-    def final(self) -> Norm:
-        return self._norm(f"{PREFIX}.norm.weight")
-
-    def _norm(self, weight: str, **fields: Any) -> Norm:
-        return Norm(weight, self.sizes.rms_eps, offset=self.norm_offset, **fields)
+    norm_bias: bool = False
+    is_parallel: bool = False  # the MLP reads what attention reads
+    multiplier: float = 1.0
 
     def layer(self, layer: int) -> LayerPlan:
+        before, after, before_mlp, after_mlp = (
+            None if name is None else self.norm(f"{self.layer_prefix}.{layer}.{name}") for name in self.norm_names
+        )
+        body = self.mlp(layer)
         return LayerPlan(
             (
-                Block(self.attention(layer), self.norm(layer, "input_layernorm")),
-                Block(self.mlp(layer), self.norm(layer, "post_attention_layernorm")),
+                Block(self.attention(layer), before, after, multiplier=self.multiplier),
+                Block(body, before_mlp, after_mlp, reads_first_rows=self.is_parallel, multiplier=self.multiplier),
             )
         )
 
+    # --- attention ---
 
-def dense_plan(config: Mapping[str, Any], family: str, layers: Callable[[Sizes, Rope], DenseLayers]) -> DecoderPlan:
-    """Returns the plan of a family with SiLU whose layers `layers(sizes, rope)` describes. Raises ModelLoadError."""
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelLoadError(f"config.json: hidden_act {config['hidden_act']!r} is not supported; only silu is")
-    sizes = sizes_of(config)
-    return plan_of_layers(config, family, layers(sizes, rope_of(config, sizes.head_dim, sizes.max_position)))
+    def attention(self, layer: int) -> Attention:
+        sizes, name, rope = self.sizes, f"{self.layer_prefix}.{layer}.{self.attention_name}", self.ropes[layer]
+        rotated = 2 * len(rope.frequencies) if rope is not None and self.is_interleaved else 0
+        q_norm, k_norm = (
+            self._head_norm(f"{name}.{norm}", heads, rotated)
+            for norm, heads in zip(self.head_norm_names, (sizes.heads, sizes.kv_heads), strict=True)
+        )
+        width = sizes.heads * sizes.head_dim
+        return Attention(
+            linears=self.qkv(name, rotated),
+            out=self._linear(f"{name}.{self.out_name}", width, sizes.hidden, "out", bias=self.o_bias),
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            scale=sizes.head_dim**-0.5 if self.scale is None else self.scale,
+            window=self.windows[layer],
+            cap=self.cap,
+            rope=rope,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            norm_after_rope=self.norm_after_rope,
+            sinks=f"{name}.sinks" if self.has_sinks else None,
+        )
+
+    def qkv(self, name: str, rotated: int) -> tuple[LinearPlan, ...]:
+        """Returns the modules of q, k and v. `rotated`: dimensions of a head whose order the rotation changes."""
+        heads = {"q": self.sizes.heads, "k": self.sizes.kv_heads, "v": self.sizes.kv_heads}
+        return self._linears(
+            [f"{name}.{one}" for one in self.qkv_names],
+            self.sizes.hidden,
+            [(role, count * self.sizes.head_dim) for role, count in heads.items()],
+            bias=self.qkv_bias,
+            orders={role: self._order(heads[role], rotated) for role in "qk"},
+        )
+
+    def _order(self, heads: int, rotated: int) -> tuple[int, ...] | None:
+        return interleaved_rows(heads, self.sizes.head_dim, rotated) if rotated else None
+
+    def _head_norm(self, name: str, heads: int, rotated: int) -> Norm | None:
+        if self.head_norms is None:
+            return None
+        order = self._order(1 if self.head_norms == "head" else heads, rotated)
+        return Norm(
+            f"{name}.weight",
+            self.sizes.eps,
+            kind=self.norm_kind,
+            offset=self.norm_offset,
+            scope=self.head_norms,
+            order=order,
+        )
+
+    # --- MLP ---
+
+    def mlp(self, layer: int) -> Body:
+        """Returns the second block's body."""
+        return self.gated_mlp(f"{self.layer_prefix}.{layer}.{self.mlp_name}", self.sizes.intermediate)
+
+    def gated_mlp(self, name: str, intermediate: int) -> Mlp:
+        """Returns an MLP with the family's names."""
+        hidden, roles = self.sizes.hidden, ("gate", "up") if self.is_gated else ("up",)
+        linears = self._linears(
+            [f"{name}.{one}" for one in self.mlp_names],
+            hidden,
+            [(role, intermediate) for role in roles],
+            bias=self.mlp_bias,
+        )
+        down = self._linear(f"{name}.{self.down_name}", intermediate, hidden, "down", bias=self.mlp_bias)
+        return Mlp(linears, down, self.activation)
+
+    # --- norms and linears ---
+
+    def norm(self, name: str) -> Norm:
+        """Returns a norm of rows."""
+        bias = f"{name}.bias" if self.norm_bias else None
+        return Norm(f"{name}.weight", self.sizes.eps, kind=self.norm_kind, offset=self.norm_offset, bias=bias)
+
+    @property
+    def final(self) -> Norm:
+        return self.norm(self.final_norm)
+
+    def _linears(
+        self,
+        names: Sequence[str],
+        inputs: int,
+        outputs: Sequence[tuple[str, int]],
+        *,
+        bias: bool,
+        orders: Mapping[str, Rows | None] | None = None,
+    ) -> tuple[LinearPlan, ...]:
+        """Returns modules with these parts, (role, outputs) each: one with all of them, or one for each. `orders`: of
+        the outputs of a part, by role."""
+
+        def parts(of: Sequence[tuple[str, int]]) -> tuple[Part, ...]:
+            made = []
+            for start, (role, size) in zip(accumulated(size for _, size in of), of, strict=False):
+                order = (orders or {}).get(role)
+                rows = range(start, start + size) if order is None else tuple(start + row for row in order)
+                made.append(Part(role, rows))
+            return tuple(made)
+
+        modules = [outputs] if len(names) == 1 else [[one] for one in outputs]
+        return tuple(
+            LinearPlan(name, inputs, sum(size for _, size in of), parts(of), bias, self.is_transposed)
+            for name, of in zip(names, modules, strict=True)
+        )
+
+    def _linear(self, name: str, inputs: int, outputs: int, role: str, *, bias: bool) -> LinearPlan:
+        return self._linears([name], inputs, [(role, outputs)], bias=bias)[0]
 
 
 def plan_of_layers(
-    config: Mapping[str, Any], family: str, made: DenseLayers, *, ties_by_default: bool = False, **fields: Any
+    config: Config, family: str, made: DenseLayers, *, ties_by_default: bool = False, **fields: Any
 ) -> DecoderPlan:
-    """Returns the plan of a model with these layers, in the weight formats of its configuration. `fields`: of the plan
-    that are not the usual ones. Raises ModelLoadError."""
+    """Returns the plan of a model with these layers. `fields`: of the plan that are not the usual ones. Raises
+    ModelLoadError."""
     sizes = made.sizes
     usual: dict[str, Any] = {
         "family": family,
@@ -158,11 +324,11 @@ def plan_of_layers(
         "final": made.final,
         "max_position": sizes.max_position,
         "dtype": dtype_of(config),
-        "head": None if config.get("tie_word_embeddings", ties_by_default) else "lm_head.weight",
+        "head": None if flag(config, "tie_word_embeddings", ties_by_default) else "lm_head.weight",
     }
-    return DecoderPlan(**usual | fields).with_formats(parse_quantization(config))
+    return DecoderPlan(**usual | fields)
 
 
-def dtype_of(config: Mapping[str, Any]) -> str:
+def dtype_of(config: Config) -> str:
     """Returns the dtype of the checkpoint's weights."""
     return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")

@@ -1,24 +1,21 @@
-"""Llama 2 and 3, and models in its form: biases where the configuration says so, attention over the whole context."""
+"""Llama 2 and 3, and models in its form, as Falcon 3: biases where the configuration says so."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from caraserve.model.families.dense import DenseLayers, dense_plan
+from caraserve.model.families.dense import Config, DenseLayers, activation_of, flag, plan_of_layers, sizes_of
 from caraserve.model.plan import DecoderPlan
+from caraserve.model.rope import rope_of
 
 
-def plan(config: Mapping[str, Any]) -> DecoderPlan:
+def plan(config: Config) -> DecoderPlan:
     """Returns the plan of a Llama model. Raises ModelLoadError."""
-    has_bias = bool(config.get("attention_bias", False))
-    return dense_plan(
-        config,
-        "llama",
-        lambda sizes, rope: DenseLayers(
-            sizes,
-            rope,
-            windows=(None,) * sizes.layers,
-            qkv_bias=has_bias,
-            o_bias=has_bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
-        ),
+    sizes, has_bias = sizes_of(config), flag(config, "attention_bias")
+    rope = rope_of(config, sizes.head_dim, sizes.max_position)
+    made = DenseLayers(
+        sizes,
+        ropes=(rope,) * sizes.layers,
+        windows=(None,) * sizes.layers,
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        mlp_bias=flag(config, "mlp_bias"),
+        activation=activation_of(config),
     )
+    return plan_of_layers(config, "llama", made)

@@ -1,0 +1,78 @@
+"""Plans of every family, and both backends that compute them, against transformers and peft: logits of 40 tokens."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from caraserve.lora.peft import inspect_adapter, read_adapter
+from caraserve.model.families import load_plan
+from caraserve.model.folder_reader import FolderReader
+from caraserve.profiling.microbench import MeasuredBackend
+from tests.families.cases import CASES, VOCAB
+from tests.families.model import TOKENS, Made, make
+from tests.gpu.torch_kernels import torch_kernels
+from tests.plans import cpu, gpu
+from tests.plans.driving import logprobs
+from tests.plans.executor import Executor
+
+LIMIT = 1e-4  # of the logits' deviation; the smallest mistake of a plan moves them by 2.6e-4
+BACKENDS: dict[str, tuple[Callable[..., Any], int]] = {
+    "cpu": (cpu.backend_of, VOCAB),
+    "gpu": (gpu.backend_of, VOCAB // 2),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_for_triton() -> Iterator[None]:
+    """Replaces the Triton kernels, which tests of their own run, by torch's."""
+    with torch_kernels():
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    return cache(lambda name: make(CASES[name], tmp_path_factory.mktemp("family")))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_of_a_family_gives_the_logits_of_transformers(name: str, made: Callable[[str], Made]) -> None:
+    model = made(name)
+    plan = load_plan(model.folder)
+    with FolderReader(model.folder, plan.stored_names) as read:
+        check(Executor(plan, read).logits(TOKENS), model.logits)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_backend_gives_the_logits_of_peft(name: str, backend: str, made: Callable[[str], Made]) -> None:
+    """Without an adapter, and with two, one after another; a prompt in pieces."""
+    model, (make_backend, alternatives) = made(name), BACKENDS[backend]
+    plan = load_plan(model.folder)
+    with FolderReader(model.folder, plan.stored_names) as read:
+        served = make_backend(plan, read)
+    try:
+        pieces = (17, 1, 1, len(TOKENS) - 19)
+        compare(logprobs(served, VOCAB, TOKENS, pieces, alternatives), model.logits)
+        for slot, (folder, logits) in enumerate(model.adapters.values(), 1):
+            into = served.host_memory[: inspect_adapter(folder, plan).num_bytes]
+            MeasuredBackend(served).load(read_adapter(folder, plan, into), slot)
+            compare(logprobs(served, VOCAB, TOKENS, pieces, alternatives, adapter=slot), logits)
+    finally:
+        served.close()
+
+
+def check(found: NDArray[np.float64], exact: NDArray[np.float64]) -> None:
+    assert np.abs(found - exact).max() < LIMIT * exact.std()
+
+
+def compare(found: NDArray[np.float64], logits: NDArray[np.float64]) -> None:
+    """Compares the probabilities that a backend has returned, of the most likely tokens."""
+    exact = logits[:-1] - logits[:-1].max(1, keepdims=True)
+    exact -= np.log(np.exp(exact).sum(1, keepdims=True))
+    known = np.isfinite(found)
+    assert known.sum(1).min() >= VOCAB // 2
+    assert np.abs(found - exact)[known].max() < LIMIT * logits.std()
