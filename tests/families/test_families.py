@@ -14,6 +14,7 @@ from caraserve.model.folder_reader import FolderReader
 from caraserve.profiling.microbench import MeasuredBackend
 from tests.families.cases import CASES, VOCAB
 from tests.families.model import TOKENS, Made, make
+from tests.families.mutations import mutants
 from tests.gpu.torch_kernels import torch_kernels
 from tests.plans import cpu, gpu
 from tests.plans.driving import logprobs
@@ -43,7 +44,17 @@ def test_the_plan_of_a_family_gives_the_logits_of_transformers(name: str, made: 
     model = made(name)
     plan = load_plan(model.folder)
     with FolderReader(model.folder, plan.stored_names) as read:
-        check(Executor(plan, read).logits(TOKENS), model.logits)
+        assert distance(Executor(plan, read).logits(TOKENS), model.logits) < LIMIT
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_comparison_sees_every_field_of_the_plan(name: str, made: Callable[[str], Made]) -> None:
+    model = made(name)
+    plan = load_plan(model.folder)
+    with FolderReader(model.folder, plan.stored_names) as read:
+        tensors = cache(read)
+        found = {what: distance(Executor(other, tensors).logits(TOKENS), model.logits) for what, other in mutants(plan)}
+    assert {what: moved for what, moved in found.items() if moved < LIMIT} == {}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -65,8 +76,9 @@ def test_a_backend_gives_the_logits_of_peft(name: str, backend: str, made: Calla
         served.close()
 
 
-def check(found: NDArray[np.float64], exact: NDArray[np.float64]) -> None:
-    assert np.abs(found - exact).max() < LIMIT * exact.std()
+def distance(found: NDArray[np.float64], exact: NDArray[np.float64]) -> float:
+    """Returns the largest difference of logits, in deviations of the right ones."""
+    return float(np.abs(found - exact).max() / exact.std())
 
 
 def compare(found: NDArray[np.float64], logits: NDArray[np.float64]) -> None:

@@ -204,7 +204,7 @@ def capped(x: Floats, cap: float | None) -> Floats:
 
 
 def sigmoid(x: Floats) -> Floats:
-    return 1 / (1 + np.exp(-x))
+    return 0.5 * (1 + np.tanh(x / 2))
 
 
 def activated(kind: str, x: Floats) -> Floats:

@@ -33,12 +33,10 @@ def plan_granite(config: Config) -> DecoderPlan:
 def plan_granite4(config: Config) -> DecoderPlan:
     """Returns the plan of a dense Granite 4 model. Raises ModelLoadError."""
     sizes = sizes_of(config)
-    kinds = layer_kinds(config, sizes.layers) or config.get("layers_block_type") or ["mamba"]
+    kinds = layer_kinds(config, sizes.layers) or config.get("layers_block_type") or ["linear_attention"]
     if other := set(kinds) - {"attention", "full_attention"}:
         raise ModelLoadError(f"config.json: layers of kind {min(other)!r} are not supported; attention is")
-    refuse(config, "num_local_experts", 0)
-    if config.get("num_local_experts") is None:
-        raise ModelLoadError("config.json: num_local_experts must be 0; experts beside a shared MLP are not supported")
+    refuse({"num_local_experts": 8} | dict(config), "num_local_experts", 0)  # experts beside the shared MLP
     refuse(config, "position_embedding_type", "rope", "nope")
     rotates = config.get("position_embedding_type") == "rope"
     rope = rope_of(config, sizes.head_dim, sizes.max_position) if rotates else None
