@@ -4,8 +4,7 @@ Windows are shorter than the prompt, caps and clamps bind, original lengths of r
 multiples of each other.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 VOCAB = 96
@@ -267,11 +266,26 @@ CASES: dict[str, Case] = {
     ),
 }
 
-Randomise = Callable[[Any], None]
-
 
 def arguments_of(case: Case) -> dict[str, Any]:
     """Returns the arguments of the configuration's class."""
     if case.text is not None:
         return case.fields | {"text_config": case.text}
     return (_BASE if case.has_base else {}) | case.fields
+
+
+def resized(case: Case) -> Case:
+    """Returns the case with another vocabulary, as many tokens as a tokenizer of bytes needs, and wider layers."""
+    if not case.has_base:
+        return replace(case, fields=case.fields | {"vocab_size": 352, "n_embd": 160, "n_head": 10})
+    sizes = {
+        "vocab_size": 352,
+        "hidden_size": 160,
+        "intermediate_size": 112,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 5,
+    }
+    if case.text is not None:
+        return replace(case, text=case.text | sizes)
+    mamba = {"mamba_n_heads": 20} if "mamba_n_heads" in case.fields else {}
+    return replace(case, fields=case.fields | sizes | mamba)

@@ -133,7 +133,7 @@ def make_model(folder: Path, family: str, seed: int = 0, dtype: str = "float32")
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     _randomise(model, torch.Generator().manual_seed(seed), scales_embeddings=family.startswith("gemma"))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    _save_tokenizer(folder, with_bos)
+    save_tokenizer(folder, with_bos)
     return folder
 
 
@@ -213,7 +213,7 @@ def _randomise_lora(layer: Any, generator: torch.Generator, dtype: torch.dtype) 
     b.data = (torch.randn(b.shape, generator=generator) * b_std).to(dtype)
 
 
-def _save_tokenizer(folder: Path, with_bos: bool) -> None:
+def save_tokenizer(folder: Path, with_bos: bool) -> None:
     """Saves a byte-level BPE that can encode any text, in the two files that published checkpoints have."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

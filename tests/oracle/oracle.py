@@ -24,11 +24,13 @@ class Oracle:
     `checked_tokens` and `forgiven_ties` count over all calls of `check_greedy`.
     """
 
-    def __init__(self, model_folder: Path, adapters: Mapping[str, Path] | None = None) -> None:
+    def __init__(
+        self, model_folder: Path, adapters: Mapping[str, Path] | None = None, model_class: Any = AutoModelForCausalLM
+    ) -> None:
         # Any: neither library has types for a model whose class is found at run time.
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
+        self._model: Any = model_class.from_pretrained(
             model_folder, dtype=torch.float32, attn_implementation="eager"
-        )
+        ).eval()
         # peft uses adapter names as module names, which must not contain a dot; CaraServe's may.
         self._peft_names = {name: f"adapter{index}" for index, name in enumerate(adapters or {})}
         for name, folder in (adapters or {}).items():
