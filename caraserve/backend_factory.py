@@ -18,6 +18,7 @@ from caraserve.model.dtype import DTYPES, Dtype
 from caraserve.model.folder_reader import FolderReader
 from caraserve.model.formats import TensorReader
 from caraserve.model.plan import DecoderPlan
+from caraserve.model.rope import frequencies_note
 from caraserve.telemetry.progress import CompileProgress, progress
 from caraserve.telemetry.trace import Trace
 from caraserve.util.memory import free_bytes
@@ -86,6 +87,8 @@ def build_backend(
     if choice.note:
         log.warning("%s", choice.note)
     check_options(plan, model, engine, lora, choice.device)
+    if note := frequencies_note(plan.ropes, _context(plan, model)):
+        log.info("%s", note)
     if choice.device == "cuda":
         prepare_environment()
         return build_cuda_backend(plan, model, engine, lora, trace)

@@ -4,7 +4,7 @@ The arithmetic is fp32 in the order that transformers uses, so that angles at lo
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,18 @@ def rope_tables(rope: Rope, positions: int) -> tuple[Floats, Floats]:
     angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies[None, :]
     factor = np.float32(rope.factor)
     return np.cos(angles) * factor, np.sin(angles) * factor
+
+
+def frequencies_note(ropes: Sequence[Rope], positions: int) -> str | None:
+    """Returns which frequencies a server uses whose longest request has `positions`, None if there is no choice."""
+    for rope in ropes:
+        if rope.long_frequencies:
+            which = "long" if positions > rope.longest_short else "short"
+            return (
+                f"rotations have the frequencies for {which} requests, because requests may have {positions} tokens; "
+                f"up to --max-model-len {rope.longest_short} all requests get those for short ones"
+            )
+    return None
 
 
 def growth_of_q(rope: Rope, positions: int) -> Floats | None:

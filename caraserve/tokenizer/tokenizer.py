@@ -269,7 +269,10 @@ def load_tokenizer(
     tokenizer.no_padding()
     settings = _read_json(folder / "tokenizer_config.json")
     generation = _read_json(folder / "generation_config.json")
-    ends = _ids(generation.get("eos_token_id")) | _ids(_read_json(folder / "config.json").get("eos_token_id"))
+    config = _read_json(folder / "config.json")
+    ends = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id"))
+    if isinstance(text := config.get("text_config"), dict):  # of a text model inside a model with images
+        ends |= _ids(text.get("eos_token_id"))
     eos_token = _token_text(settings.get("eos_token"))
     if not ends and eos_token and (eos_id := tokenizer.token_to_id(eos_token)) is not None:
         ends = {eos_id}
