@@ -16,7 +16,7 @@ from caraserve.gpu.linear import formats as gpu_formats
 from caraserve.gpu.supported_plans import check_plan
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
-from caraserve.model.plan import Attention, Block, DecoderPlan, LayerPlan, Mlp, Moe, Norm
+from caraserve.model.plan import Attention, Block, DecoderPlan, DeltaNet, LayerPlan, Mlp
 from caraserve.profiling.microbench import MeasuredBackend
 from tests.gpu.torch_kernels import torch_kernels
 from tests.plans import cpu, four_bits_cpu, four_bits_gpu, gpu
@@ -36,7 +36,7 @@ BACKENDS: dict[str, tuple[Make, int]] = {
 }
 
 
-UNSUPPORTED = {("experts", "cpu"), ("experts", "gpu")}
+UNSUPPORTED = {("experts", "gpu")}
 
 
 @pytest.fixture(autouse=True)
@@ -142,10 +142,10 @@ def test_weights_in_16_bits_are_close_to_those_in_32(backend: str) -> None:
 @pytest.mark.parametrize(("backend", "named"), [("cpu", "the CPU"), ("gpu", "a GPU")])
 def test_a_body_that_a_backend_cannot_compute_is_refused_before_a_tensor_is_read(backend: str, named: str) -> None:
     plan = PLANS["parallel"]()
-    router = linear(0, "router", HIDDEN, ("router", 8))
-    moe = Moe((router,), None, 8, 2, *(None,) * 3)  # type: ignore[arg-type]
-    layer = LayerPlan((Block(moe, Norm("model.norm.weight", 1e-5)),))
-    with pytest.raises(ModelLoadError, match=f"layer 0 has a Moe, which {named} cannot compute"):
+    made, out = (linear(0, name, HIDDEN, (name, HIDDEN)) for name in ("q", "out"))
+    net = DeltaNet((made,), out, *("",) * 3, plan.final, *(1,) * 5)
+    layer = LayerPlan((Block(net, plan.final),))
+    with pytest.raises(ModelLoadError, match=f"layer 0 has a DeltaNet, which {named} cannot compute"):
         computed(backend, DecoderPlan("made-up", VOCAB, HIDDEN, (layer,), plan.final, 128, "float32"))
 
 
