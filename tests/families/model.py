@@ -46,7 +46,7 @@ def make(case: Case, folder: Path) -> Made:
     ):
         adapted = get_peft_model(
             getattr(transformers, case.model).from_pretrained(folder / "model", attn_implementation="eager"),
-            LoraConfig(target_modules=targets_of(model), task_type="CAUSAL_LM", **outside, **fields),
+            LoraConfig(target_modules=targets_of(model, case), task_type="CAUSAL_LM", **outside, **fields),
         ).eval()
         _randomise_lora(adapted, torch.Generator().manual_seed(seed))
         adapted.save_pretrained(str(folder / name))
@@ -54,12 +54,12 @@ def make(case: Case, folder: Path) -> Made:
     return Made(folder / "model", logits, adapters)
 
 
-def targets_of(model: Any) -> list[str]:
+def targets_of(model: Any, case: Case) -> list[str]:
     """Returns the last words of the names of linear modules, but of the head and of vision towers."""
     kinds = torch.nn.Linear, transformers.pytorch_utils.Conv1D
     names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     text = [name for name in names if not any(word in name for word in ("vision", "visual", "projector", "lm_head"))]
-    return sorted({name.rpartition(".")[2] for name in text})
+    return sorted({name.rpartition(".")[2] for name in text if case.adapts_mlps or ".mlp." not in name})
 
 
 def randomise(model: Any, case: Case) -> None:

@@ -17,7 +17,7 @@ from caraserve.model.plan import DecoderPlan, Moe
 from caraserve.model.rope import rope_of
 
 
-def plan_glm4_moe(config: Config) -> DecoderPlan:
+def plan(config: Config) -> DecoderPlan:
     """Returns the plan of a GLM-4.5 model. Raises ModelLoadError."""
     config = {"num_key_value_heads": 8} | dict(config)
     sizes = sizes_of(config, eps=1e-5, max_position=131072)

@@ -25,7 +25,7 @@ _ROPE = {
 }
 
 
-def plan_gpt_oss(config: Config) -> DecoderPlan:
+def plan(config: Config) -> DecoderPlan:
     """Returns the plan of a GPT-OSS model. Raises ModelLoadError."""
     config = {"num_key_value_heads": 8, "head_dim": 64} | dict(config)
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:

@@ -7,7 +7,7 @@ from caraserve.model.plan import DecoderPlan, ExpertTensor, Moe
 from caraserve.model.rope import rope_of
 
 
-def plan_granite_moe(config: Config) -> DecoderPlan:
+def plan(config: Config) -> DecoderPlan:
     """Returns the plan of a Granite-MoE model. Raises ModelLoadError."""
     sizes = sizes_of(config)
     rope = rope_of(config, sizes.head_dim, sizes.max_position)

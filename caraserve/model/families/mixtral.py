@@ -6,7 +6,7 @@ from caraserve.model.plan import DecoderPlan, Moe
 from caraserve.model.rope import rope_of
 
 
-def plan_mixtral(config: Config) -> DecoderPlan:
+def plan(config: Config) -> DecoderPlan:
     """Returns the plan of a Mixtral model. Raises ModelLoadError."""
     config = {"num_key_value_heads": 8} | dict(config)
     sizes = sizes_of(config, eps=1e-5, max_position=131072)
