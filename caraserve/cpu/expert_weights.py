@@ -9,6 +9,7 @@ from caraserve.cpu import structs
 from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Dtype, to_float32
 from caraserve.model.formats import Array, Matrix, TensorReader, WeightFormat
+from caraserve.model.formats.mxfp4 import MXFP4
 from caraserve.model.formats.plain import PLAIN
 from caraserve.model.plan import ExpertTensor, Moe
 
@@ -34,11 +35,14 @@ class _Tensors:
     def __init__(self, experts: int, read: TensorReader) -> None:
         self._experts, self._read = experts, read
         self._of_all: dict[str, tuple[Array, Dtype]] = {}
+        self._packed_of_all: dict[str, Matrix] = {}
 
     def matrix(self, one: ExpertTensor, expert: int) -> Matrix:
         """Returns a matrix of an expert, [outputs, inputs]."""
         stored = one.stored_outputs or one.outputs
-        if one.format is not PLAIN:
+        if one.format is MXFP4:
+            matrix = self._packed(one.tensor, expert, (stored, one.inputs))
+        elif one.format is not PLAIN:
             if one.is_transposed or "{expert}" not in one.tensor:
                 raise ModelLoadError(f"{one.tensor}: weights of format {one.format.name} are read expert by expert")
             module = one.tensor.format(expert=expert).removesuffix(".weight")
@@ -57,6 +61,12 @@ class _Tensors:
         stored = one.stored_outputs or one.outputs
         values = to_float32(*self._tensor(one.bias, expert, (stored,)))
         return values if one.rows is None else values[list(one.rows)]
+
+    def _packed(self, name: str, expert: int, shape: tuple[int, int]) -> Matrix:
+        if name not in self._packed_of_all:
+            self._packed_of_all[name] = MXFP4.read(self._read, name, (self._experts, *shape))
+        arrays = self._packed_of_all[name].arrays
+        return Matrix({key: array[expert] for key, array in arrays.items()})
 
     def _tensor(self, name: str, expert: int, shape: tuple[int, ...]) -> tuple[Array, Dtype]:
         if "{expert}" in name:

@@ -28,6 +28,7 @@ from caraserve.util.units import align_up, ceil_div
 Floats = NDArray[np.float32]
 
 _DUMMY_STD, _DUMMY_CODE = 0.02, 32.0  # of numbers, and of the values of codes
+_DUMMY_SCALE = 120  # of MXFP4: 2^-7, about the deviation over that of the codes' values
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,6 +371,9 @@ class _DummyTensors:
         return convert(values, Dtype.F32, self._dtype), self._dtype
 
     def codes(self, name: str, shape: tuple[int, ...], code: Code) -> NDArray[np.uint8]:
+        if code is Code.U8:
+            is_scale = name.endswith("_scales")
+            return np.full(shape, _DUMMY_SCALE, np.uint8) if is_scale else self._rng.integers(0, 256, shape, np.uint8)
         values = decoded(np.arange(256, dtype=np.uint8), code)
         return self._rng.choice(np.flatnonzero(np.abs(values) < 2 * _DUMMY_CODE).astype(np.uint8), shape)
 

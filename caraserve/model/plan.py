@@ -106,7 +106,7 @@ class ExpertTensor:
     inputs: int
     stored_outputs: int | None = None  # of the tensor, if it has others beside these
     rows: Rows | None = None  # which of them these are; None: all
-    is_transposed: bool = False  # stored as [inputs, outputs]
+    is_transposed: bool = False  # numbers are stored as [inputs, outputs]
     bias: str | None = None  # tensor with the same outputs, named as `tensor` is
     format: WeightFormat = PLAIN
 
