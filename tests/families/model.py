@@ -35,7 +35,7 @@ def make(case: Case, folder: Path) -> Made:
     model = getattr(transformers, case.model)(config).eval()
     randomise(model, case)
     model.save_pretrained(folder / "model")
-    logits = _logits(model)
+    logits = logits_of(model)
     adapters = {}
     outside: dict[str, Any] = {} if case.text is None else {"exclude_modules": _OF_IMAGES}
     if case.model == "GPT2LMHeadModel":
@@ -50,7 +50,7 @@ def make(case: Case, folder: Path) -> Made:
         ).eval()
         _randomise_lora(adapted, torch.Generator().manual_seed(seed))
         adapted.save_pretrained(str(folder / name))
-        adapters[name] = folder / name, _logits(adapted)
+        adapters[name] = folder / name, logits_of(adapted)
     return Made(folder / "model", logits, adapters)
 
 
@@ -79,6 +79,8 @@ def randomise(model: Any, case: Case) -> None:
                 parameter.copy_(noise)
             else:
                 parameter.copy_(1.2 / math.sqrt(_inputs(model, name, parameter)) * noise)
+                if name.endswith("experts.gate_up_proj") and isinstance(model, transformers.GptOssForCausalLM):
+                    parameter.mul_(5)  # so that its clamps bind
 
 
 def _inputs(model: Any, name: str, parameter: torch.Tensor) -> int:
@@ -96,7 +98,8 @@ def _randomise_lora(model: Any, generator: torch.Generator) -> None:
             b.data = torch.randn(b.shape, generator=generator) * 0.4 / math.sqrt(b.shape[1])
 
 
-def _logits(model: Any) -> NDArray[np.float64]:
+def logits_of(model: Any) -> NDArray[np.float64]:
+    """Returns the logits after each token of `TOKENS`."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor(TOKENS)[None]).logits[0]
     return np.asarray(logits.double().numpy())
