@@ -114,8 +114,10 @@ class ExpertTensor:
 @dataclass(frozen=True, slots=True)
 class Moe:
     """The sum of the outputs of the `top_k` experts that the router scores highest, weighted by their scores: each
-    down(activation(gate) · up). A shared expert, which every token takes, is added, times σ(shared_gate) if there is
-    that role."""
+    down(activation(gate) · up). Of equal scores the lower expert's is the higher. A shared expert, which every token
+    takes, is added, times σ(shared_gate) if there is that role.
+
+    Raises ValueError if a gated shared expert has a bias after its down: backends gate what down reads."""
 
     linears: tuple[LinearPlan, ...]  # with the role router, and shared_gate, gate and up of the shared expert
     out: LinearPlan | None  # down of the shared expert; None: there is none
@@ -130,6 +132,11 @@ class Moe:
     scale: float = 1.0  # of these weights
     correction: str | None = None  # tensor [experts], added to scores for choosing only
     groups: tuple[int, int, Literal["max", "top2"]] | None = None  # (groups, kept ones, how a group is scored)
+
+    def __post_init__(self) -> None:
+        is_gated = any(part.role == "shared_gate" for linear in self.linears for part in linear.parts)
+        if is_gated and self.out is not None and self.out.bias:
+            raise ValueError(f"{self.out.module}: a gated shared expert has no bias, which backends would not gate")
 
     @property
     def linear_groups(self) -> tuple[tuple[LinearPlan, ...], ...]:

@@ -188,7 +188,7 @@ def routed(body: Moe, logits: Floats, correction: Floats | float) -> tuple[NDArr
         groups, kept, how = body.groups
         grouped = for_choice.reshape(len(logits), groups, -1)
         of_groups = grouped.max(-1) if how == "max" else np.sort(grouped, -1)[..., -2:].sum(-1)
-        is_kept = np.argsort(np.argsort(-of_groups, -1)) < kept
+        is_kept = np.argsort(np.argsort(-of_groups, -1, kind="stable"), -1) < kept
         for_choice = np.where(is_kept[:, :, None], grouped, -np.inf).reshape(logits.shape)
     chosen = np.argsort(-for_choice, -1, kind="stable")[:, : body.top_k]
     weights = np.take_along_axis(scores, chosen, -1)

@@ -54,8 +54,10 @@ def torch_for_triton() -> Iterator[None]:
         yield
 
 
-def expected(plan: DecoderPlan, deltas: Mapping[str, NDArray[np.float64]] | None = None) -> NDArray[np.float64]:
-    logits = Executor(plan, Tensors(), deltas).logits(TOKENS)[:-1]
+def expected(
+    plan: DecoderPlan, deltas: Mapping[str, NDArray[np.float64]] | None = None, tensors: Tensors | None = None
+) -> NDArray[np.float64]:
+    logits = Executor(plan, tensors or Tensors(), deltas).logits(TOKENS)[:-1]
     top = logits.max(1, keepdims=True)
     return logits - top - np.log(np.exp(logits - top).sum(1, keepdims=True))
 
@@ -166,6 +168,33 @@ def test_blocks_of_the_first_blocks_rows_follow_it() -> None:
     first, second = PLANS["parallel"]().layers[0].blocks
     with pytest.raises(ValueError, match="must follow it"):
         LayerPlan((first, replace(first, body=second.body), second))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["experts"])
+def test_of_experts_with_equal_scores_the_lower_are_chosen(name: str, backend: str) -> None:
+    plan, tensors = PLANS[name](), EqualScores()
+    make, alternatives = BACKENDS[backend]
+    served = make(plan, tensors)
+    found = logprobs(served, VOCAB, TOKENS, (len(TOKENS),), alternatives)
+    served.close()
+    check(found, expected(plan, tensors=tensors))
+    assert np.nanmax(np.abs(found - expected(plan))) > 0.1
+
+
+class EqualScores(Tensors):
+    """Routers give all experts the same score, and groups too."""
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[NDArray[np.generic], Dtype]:
+        values, dtype = super().__call__(name, shape)
+        return (np.zeros_like(values) if "router" in name or "correction" in name else values), dtype
+
+
+def test_a_gated_shared_expert_has_no_bias_after_its_down() -> None:
+    moe = PLANS["experts"]().moes[0]
+    assert moe.out is not None
+    with pytest.raises(ValueError, match="down_proj: a gated shared expert has no bias"):
+        replace(moe, out=replace(moe.out, bias=True))
 
 
 # --- what a backend does not know ---
