@@ -17,7 +17,7 @@ from caraserve.cpu.kernels import lora_expand, lora_shrink
 from caraserve.cpu.layers import normalise
 from caraserve.cpu.lora_workers.compute_side import PIECE_WORDS, REDO_BYTES, add_deltas, choose_sources, hand_off
 from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
-from caraserve.cpu.structs import BUFFERS, LORA, filled
+from caraserve.cpu.structs import BUFFERS, LORA, ROUTED, filled
 from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import align_up
 
@@ -115,8 +115,9 @@ class Buffers:
 
     def _buffer_record(self, inputs: dict[str, int]) -> NDArray[np.void]:
         plan, tokens = self._plan, self._tokens
-        # Whole pages: threads never share a cache line.
-        scratch = align_up(scratch_bytes(max(one.head_dim for one in plan.attentions)), PAGE_BYTES)
+        # Whole pages: threads never share a cache line. A router takes a number for each expert and group.
+        needed = scratch_bytes(max(one.head_dim for one in plan.attentions)), *(8 * one.experts for one in plan.moes)
+        scratch = align_up(max(needed), PAGE_BYTES)
         most_sites = max(len(group.sites) for layer in plan.layers for group in layer.groups)
         widths = {"hidden": self._hidden_pad, "added": self._hidden_pad, "shrunk": most_sites * MAX_RANK}
         return filled(
@@ -135,9 +136,34 @@ class Buffers:
             scratch_bytes=scratch,
             barrier=self._zeros(128),
             counters=self._zeros(8 * len(plan.layers)),
+            **self._for_experts(),
             **inputs,
             **{name: self._zeros(4 * tokens * width) for name, width in widths.items()},
         )
+
+    def _for_experts(self) -> dict[str, int]:
+        """Returns the fields of a BUFFERS record about experts."""
+        moes = self._plan.moes
+        if not moes:
+            return {"route": 0, "mix": 0, "routed": 0}
+        from caraserve.cpu.experts import COUNTER_BYTES, mix, route  # an import compiles them
+
+        experts, pairs = max(one.experts for one in moes), self._tokens * max(one.top_k for one in moes)
+        inner = 2 * max(align_up(one.gate.outputs, PANEL) for one in moes)
+        routed = filled(
+            ROUTED,
+            chosen=self._zeros(8 * pairs),
+            weight=self._zeros(4 * pairs),
+            row=self._zeros(8 * pairs),
+            first=self._zeros(8 * (experts + 1)),
+            next=self._zeros(8 * experts),
+            active=self._zeros(8 * experts),
+            counters=self._zeros(3 * COUNTER_BYTES),
+            rows=self._zeros(4 * pairs * self._hidden_pad),
+            inner=self._zeros(4 * pairs * inner),
+        )
+        self._arrays.append(routed.view(np.uint8))
+        return {"route": route.address, "mix": mix.address, "routed": int(routed.ctypes.data)}
 
     def _zeros(self, num_bytes: int) -> int:
         """Returns the 64-byte aligned address of zeroed memory that this object keeps."""

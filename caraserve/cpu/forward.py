@@ -6,6 +6,7 @@ barrier after it. No Python runs inside, so the event loop has the interpreter l
 What is computed are the records of `structs.py`: layers of blocks, and blocks of two groups of projections around a
 body. Phases of a block (| is a barrier): [choose sources] the block before to the stream, norm | [LoRA shrink |]
 project + LoRA expand, activation | rotate, append KV | attend | [shrink |] project + expand, to the stream or apart |
+A mixture of experts has route | before the second projection, if it has one, and after it experts.py's own phases.
 The bracketed phases run only when the batch has an adapter, so base-only traffic pays nothing for LoRA. While an
 adapter is arriving, its hand-off to CPU workers takes the place of its shrink, and adding their results that of its
 expand; see compute_side.py.
@@ -32,6 +33,7 @@ from caraserve.cpu.structs import (
     LAYER,
     LORA_ENTRY,
     MLP,
+    MOE,
     NO_COLUMN,
     address_of,
     attention_at,
@@ -44,6 +46,7 @@ from caraserve.cpu.structs import (
     lora_at,
     mlp_at,
     model_at,
+    moe_at,
     site_address,
     site_at,
     word,
@@ -279,6 +282,12 @@ def decoder_layer(  # type: ignore[no-untyped-def]
             )
             meet(barrier, team)
             x = rows + body.q
+        elif block.kind == MOE:
+            meet(barrier, team)
+            note_workers(thread, lora, batch, group_at(block.group_in))
+            _call6(buffers.route, thread, team, buffers_address, batch_address, block.body, row_bytes)
+            shared = moe_at(block.body).shared
+            x = rows if shared == 0 else rows + mlp_at(shared).gate
         else:  # each thread has the same panels of gate and up, so that it needs no barrier before the activation
             mlp = mlp_at(block.body)
             panels = mlp.panels
@@ -288,13 +297,18 @@ def decoder_layer(  # type: ignore[no-untyped-def]
             note_workers(thread, lora, batch, group_at(block.group_in))
             x = rows + (mlp.up if mlp.gate == NO_COLUMN else mlp.gate)
         y, add = (buffers.hidden, ADD) if block.adds_directly else (buffers.added, STORE)
-        _call13(
-            buffers.project,
-            *(thread, team, model_address, buffers_address, lora_address, batch_address, block.group_out),
-            *(block.kind, x, row_bytes, y, stride, add),
-        )
+        if block.group_out != 0:
+            _call13(
+                buffers.project,
+                *(thread, team, model_address, buffers_address, lora_address, batch_address, block.group_out),
+                *(block.kind, x, row_bytes, y, stride, add),
+            )
+            add = ADD
         meet(barrier, team)
-        note_workers(thread, lora, batch, group_at(block.group_out))
+        if block.group_out != 0:
+            note_workers(thread, lora, batch, group_at(block.group_out))
+        if block.kind == MOE:
+            _call8(buffers.mix, thread, team, model_address, buffers_address, batch_address, block.body, y, add)
         before = address
 
 

@@ -19,7 +19,7 @@ BLOCK_TOKENS = 16  # of a KV block
 NO_WINDOW = 1 << 30
 # With Python's integers, Numba would compile each callee again.
 NO_COLUMN = np.int64(-1)
-ATTENTION, MLP = np.int64(0), np.int64(1)  # kinds of BLOCK
+ATTENTION, MLP, MOE = np.int64(0), np.int64(1), np.int64(2)  # kinds of BLOCK
 
 
 def _record(*words: str, floats: tuple[str, ...] = ()) -> np.dtype[np.void]:
@@ -53,11 +53,11 @@ LAYER = _record(
 
 # stream += post(body(rows)) · multiplier, then stream *= scalar, where rows = pre(stream), or those of the block before
 BLOCK = _record(
-    *("kind", "body"),  # → ATTENTION_BODY or MLP_BODY
+    *("kind", "body"),  # → ATTENTION_BODY, MLP_BODY or MOE_BODY
     *("pre", "post"),  # → NORM
     "adds_directly",  # 1: the last projection adds to the stream; there is no `post`, and multiplier and scalar are 1
     "keeps_rows",  # 1: reads the rows of the layer's first block
-    *("group_in", "group_out"),  # → GROUP, before the body's own step and after it
+    *("group_in", "group_out"),  # → GROUP, before the body's own step and after it; a MOE_BODY may have no second
     floats=("multiplier", "scalar"),
 )
 
@@ -113,10 +113,40 @@ MLP_BODY = _record(
     "panels",  # of gate, and of up
 )
 
+# Columns as above. What experts compute adds to what `group_out` of the shared expert has computed, if there is one.
+MOE_BODY = _record(
+    *("experts", "top_k"),
+    *("router", "shared_gate"),  # columns; shared_gate may be NO_COLUMN
+    "shared",  # → MLP_BODY of the shared expert
+    "own",  # → MLP_BODY of the experts, whose columns are those of ROUTED's `inner`: gate, then up
+    "site",  # → SITE [experts, 3]: gate, up, down
+    "takes_sigmoids",  # 1: scores are sigmoids; 0: a softmax
+    "correction",  # → fp32 [experts], added to scores for choosing
+    *("groups", "kept_groups"),  # 0: none
+    "adds_second",  # 1: a group is scored by the sum of its two best experts; 0: by its best
+    "normalises",  # 1: weights of the chosen experts sum to `scale`
+    floats=("scale",),
+)
+
+# The rows of experts in one iteration. A pair: a token and one of its `top_k` experts.
+ROUTED = _record(
+    "chosen",  # → int64 [pairs], experts
+    "weight",  # → fp32 [pairs]
+    "row",  # → int64 [pairs], places in `rows`
+    "first",  # → int64 [experts + 1], first row of each expert
+    "next",  # → int64 [experts], scratch
+    "active",  # → int64 [experts], those that have rows
+    "counters",  # → int64 each on a cache line: active experts, items of gate and up claimed, items of down claimed
+    "rows",  # → fp32 [pairs, hidden_pad], what experts read, then what they return
+    "inner",  # → fp32 [pairs, gate and up]
+)
+
 # Addresses of fp32 activations (one row for each token), of the barrier's words, and of separately compiled kernels.
 BUFFERS = _record(
     *("lora_shrink", "lora_expand", "choose_sources", "hand_off", "add_deltas", "attend"),
     *("attend_tile", "normalise", "project", "decoder_layer"),
+    *("route", "mix"),  # 0: no layer has experts
+    "routed",  # → ROUTED
     "hidden",  # [tokens, hidden_pad], the residual stream
     "normed",  # [outputs + embeddings, hidden_pad], the rows that blocks read
     "projected",  # [tokens, widest row], what the first group of a block writes; the body works in place
@@ -204,7 +234,7 @@ def _record_at(kind: np.dtype[np.void]) -> Any:
 
 model_at, lora_at, batch_at, buffers_at, cache_at = map(_record_at, (MODEL, LORA, BATCH, BUFFERS, CACHE))
 layer_at, block_at, group_at, site_at, norm_at = map(_record_at, (LAYER, BLOCK, GROUP, SITE, NORM))
-attention_at, mlp_at = map(_record_at, (ATTENTION_BODY, MLP_BODY))
+attention_at, mlp_at, moe_at, routed_at = map(_record_at, (ATTENTION_BODY, MLP_BODY, MOE_BODY, ROUTED))
 
 
 @intrinsic

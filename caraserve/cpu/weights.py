@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import PANEL
 from caraserve.cpu import structs
+from caraserve.cpu.expert_weights import expert_sites
 from caraserve.cpu.layers import ACTIVATIONS
 from caraserve.cpu.linear import kernels_of
 from caraserve.cpu.simd import LANES
@@ -20,13 +21,14 @@ from caraserve.model.dtype import Code, Dtype, decoded, to_float32
 from caraserve.model.formats import Matrix, TensorReader, WeightFormat
 from caraserve.model.formats.plain import PLAIN
 from caraserve.model.linear_plan import LinearPlan
-from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, Mlp, Norm, Rope
+from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, Mlp, Moe, Norm, Rope
 from caraserve.model.rope import alibi_slopes, growth_of_q, rope_tables
 from caraserve.util.units import align_up, ceil_div
 
 Floats = NDArray[np.float32]
 
 _DUMMY_STD, _DUMMY_CODE = 0.02, 32.0  # of numbers, and of the values of codes
+_DUMMY_SCALE = 120  # of MXFP4: 2^-7, about the deviation over that of the codes' values
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +58,18 @@ def progress_steps(plan: DecoderPlan) -> int:
 
 def compile_formats(plan: DecoderPlan) -> None:
     """Compiles the kernels of the formats of a model's weights, or loads them from the cache."""
-    for name in {linear.format.name for layer in plan.layers for linear in layer.linears} | {plan.head_format.name}:
+    formats = {one.format for layer in plan.layers for one in (*layer.linears, *layer.expert_tensors)}
+    for name in {one.name for one in formats} | {plan.head_format.name}:
         kernels_of(name)
 
 
 def _check(plan: DecoderPlan) -> None:
     for index, layer in enumerate(plan.layers):
         for block in layer.blocks:
-            if not isinstance(block.body, Attention | Mlp):
+            if not isinstance(block.body, Attention | Mlp | Moe):
                 raise ModelLoadError(
                     f"layer {index} has a {type(block.body).__name__}, which the CPU cannot compute; it computes "
-                    "attention and MLPs"
+                    "attention, MLPs and experts"
                 )
         if sum(isinstance(block.body, Attention) for block in layer.blocks) > 1:
             raise ModelLoadError(f"layer {index} has more than one attention, which the CPU cannot compute")
@@ -201,14 +204,16 @@ class _Loader:
         return len(blocks), self._memory.records(blocks)
 
     def _block(self, layer: int, block: Block, groups: Sequence[Group], scalar: float) -> NDArray[np.void]:
-        (group_in, group_out), hidden = groups, self._plan.hidden
+        (group_in, *rest), hidden = groups, self._plan.hidden
         columns = zip((site.role for site in group_in.sites), group_in.columns(PANEL), strict=True)
         offsets = {role: 4 * column for role, column in columns}
         if isinstance(block.body, Attention):
             kind, body = structs.ATTENTION, self._attention(block.body, offsets)
+        elif isinstance(block.body, Moe):
+            kind, body = structs.MOE, self._moe(block.body, offsets)
         else:
             assert isinstance(block.body, Mlp)
-            kind, body = structs.MLP, self._mlp(block.body, group_in, offsets)
+            kind, body = structs.MLP, self._mlp(block.body, offsets)
         return structs.filled(
             structs.BLOCK,
             kind=int(kind),
@@ -218,7 +223,7 @@ class _Loader:
             adds_directly=block.adds_directly and scalar == 1.0,
             keeps_rows=block.reads_first_rows,
             group_in=self._group(layer, group_in),
-            group_out=self._group(layer, group_out),
+            group_out=self._group(layer, rest[0]) if rest else 0,
             multiplier=block.multiplier,
             scalar=scalar,
         )
@@ -262,13 +267,42 @@ class _Loader:
             cap=body.cap or 0.0,
         )
 
-    def _mlp(self, body: Mlp, group: Group, offsets: Mapping[str, int]) -> NDArray[np.void]:
+    def _mlp(self, body: Mlp, offsets: Mapping[str, int]) -> NDArray[np.void]:
+        up = next(part for linear in body.linears for part in linear.parts if part.role == "up")
         return structs.filled(
             structs.MLP_BODY,
             activation=ACTIVATIONS[body.activation],
             gate=offsets["gate"] if body.is_gated else int(structs.NO_COLUMN),
             up=offsets["up"],
-            panels=ceil_div(group.widths[0], PANEL),
+            panels=ceil_div(up.outputs, PANEL),
+        )
+
+    def _moe(self, body: Moe, offsets: Mapping[str, int]) -> NDArray[np.void]:
+        shared = 0
+        if body.out is not None:
+            mlp = Mlp(body.linears, body.out, body.activation)
+            shared = self._memory.records(self._mlp(mlp, offsets))
+        panels = ceil_div(body.gate.outputs, PANEL)
+        activation = ACTIVATIONS[body.activation]
+        own = structs.filled(structs.MLP_BODY, activation=activation, gate=0, up=4 * PANEL * panels, panels=panels)
+        groups, kept, how = body.groups or (0, 0, "max")
+        correction = None if body.correction is None else self._values(body.correction, (body.experts,))
+        return structs.filled(
+            structs.MOE_BODY,
+            experts=body.experts,
+            top_k=body.top_k,
+            router=offsets["router"],
+            shared_gate=offsets.get("shared_gate", int(structs.NO_COLUMN)),
+            shared=shared,
+            own=self._memory.records(own),
+            site=self._memory.records(expert_sites(body, self._read, self._site)),
+            takes_sigmoids=body.scores == "sigmoid",
+            correction=0 if correction is None else self._memory.vectors(correction),
+            groups=groups,
+            kept_groups=kept,
+            adds_second=how == "top2",
+            normalises=body.normalise,
+            scale=body.scale,
         )
 
     # --- vectors ---
@@ -330,13 +364,16 @@ class _DummyTensors:
         self._rng, self._dtype = np.random.default_rng(seed), dtype
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[Raw, Dtype]:
-        if len(shape) == 1 or "norm" in name:
+        if len(shape) == 1 or "norm" in name or name.endswith("bias"):
             values = np.full(shape, not name.endswith("bias"), np.float32)
         else:
             values = self._rng.standard_normal(shape, np.float32) * np.float32(_DUMMY_STD)
         return convert(values, Dtype.F32, self._dtype), self._dtype
 
     def codes(self, name: str, shape: tuple[int, ...], code: Code) -> NDArray[np.uint8]:
+        if code is Code.U8:
+            is_scale = name.endswith("_scales")
+            return np.full(shape, _DUMMY_SCALE, np.uint8) if is_scale else self._rng.integers(0, 256, shape, np.uint8)
         values = decoded(np.arange(256, dtype=np.uint8), code)
         return self._rng.choice(np.flatnonzero(np.abs(values) < 2 * _DUMMY_CODE).astype(np.uint8), shape)
 

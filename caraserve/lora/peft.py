@@ -26,6 +26,7 @@ from caraserve.core.lora_layout import (
 )
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
 from caraserve.lora.adapter import files_changed
+from caraserve.lora.expert_tensors import refuse_experts
 from caraserve.lora.folder_contents import TENSORS_NAME as TENSORS_NAME
 from caraserve.lora.folder_contents import why_no_adapter
 from caraserve.lora.kinds import MATRICES, AdapterKind
@@ -225,6 +226,7 @@ def _opened(folder: Path) -> Iterator[TensorFile]:
 def specify(folder: Path, file: TensorFile, plan: DecoderPlan) -> TensorLayout:
     """Returns the layout of an adapter's tensors in the file and in the image. Reads no tensor. Raises AdapterRejected,
     or ServerBusy if the configuration's regular expressions cannot be matched now."""
+    refuse_experts(file, plan)
     config = read_config(folder, plan)
     layout = _layout(config, file, plan)
     config.check_patterns(tuple(layout.modules[module].name for module in sorted(layout.modules)))

@@ -28,6 +28,7 @@ class Code(Enum):
 
     F8_E4M3 = "F8_E4M3"  # without infinities
     I8 = "I8"
+    U8 = "U8"  # codes of fewer bits, packed
 
     @property
     def largest(self) -> float:
@@ -61,4 +62,9 @@ def _fp8_values() -> NDArray[np.float32]:
     return np.where(bits & 128, -size, size).astype(np.float32)
 
 
-_VALUES = {Code.F8_E4M3: _fp8_values(), Code.I8: np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)}
+_BYTES = np.arange(256, dtype=np.uint8)
+_VALUES = {
+    Code.F8_E4M3: _fp8_values(),
+    Code.I8: _BYTES.view(np.int8).astype(np.float32),
+    Code.U8: _BYTES.astype(np.float32),
+}

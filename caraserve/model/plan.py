@@ -10,7 +10,6 @@ A linear is a module as checkpoints and adapters name it. A part is those of its
 part in its layer. A fused module (`qkv_proj`) has several parts, others have one, so backends see the same sites.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -107,15 +106,18 @@ class ExpertTensor:
     inputs: int
     stored_outputs: int | None = None  # of the tensor, if it has others beside these
     rows: Rows | None = None  # which of them these are; None: all
-    is_transposed: bool = False  # stored as [inputs, outputs]
+    is_transposed: bool = False  # numbers are stored as [inputs, outputs]
     bias: str | None = None  # tensor with the same outputs, named as `tensor` is
+    format: WeightFormat = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
 class Moe:
     """The sum of the outputs of the `top_k` experts that the router scores highest, weighted by their scores: each
-    down(activation(gate) · up). A shared expert, which every token takes, is added, times σ(shared_gate) if there is
-    that role."""
+    down(activation(gate) · up). Of equal scores the lower expert's is the higher. A shared expert, which every token
+    takes, is added, times σ(shared_gate) if there is that role.
+
+    Raises ValueError if a gated shared expert has a bias after its down: backends gate what down reads."""
 
     linears: tuple[LinearPlan, ...]  # with the role router, and shared_gate, gate and up of the shared expert
     out: LinearPlan | None  # down of the shared expert; None: there is none
@@ -131,9 +133,18 @@ class Moe:
     correction: str | None = None  # tensor [experts], added to scores for choosing only
     groups: tuple[int, int, Literal["max", "top2"]] | None = None  # (groups, kept ones, how a group is scored)
 
+    def __post_init__(self) -> None:
+        is_gated = any(part.role == "shared_gate" for linear in self.linears for part in linear.parts)
+        if is_gated and self.out is not None and self.out.bias:
+            raise ValueError(f"{self.out.module}: a gated shared expert has no bias, which backends would not gate")
+
     @property
     def linear_groups(self) -> tuple[tuple[LinearPlan, ...], ...]:
         return (self.linears,) if self.out is None else (self.linears, (self.out,))
+
+    @property
+    def tensors(self) -> tuple[ExpertTensor, ExpertTensor, ExpertTensor]:
+        return self.gate, self.up, self.down
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +271,28 @@ class LayerPlan:
         """The modules that adapters may change, in the order of use."""
         return tuple(linear for block in self.blocks for group in block.body.linear_groups for linear in group)
 
+    @property
+    def moes(self) -> tuple[Moe, ...]:
+        return tuple(block.body for block in self.blocks if isinstance(block.body, Moe))
+
+    @property
+    def expert_tensors(self) -> tuple[ExpertTensor, ...]:
+        """The matrices of experts."""
+        return tuple(one for moe in self.moes for one in moe.tensors)
+
     def with_linears(self, change: Callable[[LinearPlan], LinearPlan]) -> "LayerPlan":
         """Returns the layer with each of its linears changed."""
         return LayerPlan(tuple(replace(block, body=_changed(block.body, change)) for block in self.blocks))
+
+    def with_expert_tensors(self, change: Callable[[ExpertTensor], ExpertTensor]) -> "LayerPlan":
+        """Returns the layer with each matrix of its experts changed."""
+
+        def changed(body: Body) -> Body:
+            if not isinstance(body, Moe):
+                return body
+            return replace(body, gate=change(body.gate), up=change(body.up), down=change(body.down))
+
+        return LayerPlan(tuple(replace(block, body=changed(block.body)) for block in self.blocks))
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -333,7 +363,10 @@ class DecoderPlan:
         def with_format(linear: LinearPlan) -> LinearPlan:
             return replace(linear, format=format_of(linear.module))
 
-        layers = tuple(layer.with_linears(with_format) for layer in self.layers)
+        def with_expert_format(one: ExpertTensor) -> ExpertTensor:  # all experts have that of the first
+            return replace(one, format=format_of(one.tensor.format(expert=0)))
+
+        layers = tuple(layer.with_linears(with_format).with_expert_tensors(with_expert_format) for layer in self.layers)
         head = PLAIN if self.head is None else format_of(self.head)
         return replace(self, layers=layers, head_format=head, embed_format=format_of(self.embed))
 
@@ -349,13 +382,13 @@ class DecoderPlan:
     @property
     def formats(self) -> frozenset[WeightFormat]:
         """All formats of weights."""
-        of_layers = {linear.format for layer in self.layers for linear in layer.linears}
+        of_layers = {one.format for layer in self.layers for one in (*layer.linears, *layer.expert_tensors)}
         return frozenset({*of_layers, self.embed_format, self.head_format})
 
     @property
     def is_quantized(self) -> bool:
         """True if some weights of layers are not plain numbers."""
-        return any(linear.format is not PLAIN for layer in self.layers for linear in layer.linears)
+        return any(one.format is not PLAIN for layer in self.layers for one in (*layer.linears, *layer.expert_tensors))
 
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:
@@ -365,6 +398,10 @@ class DecoderPlan:
     @property
     def attentions(self) -> Iterator[Attention]:
         return (layer.attention for layer in self.layers if layer.attention is not None)
+
+    @cached_property
+    def moes(self) -> tuple[Moe, ...]:
+        return tuple(moe for layer in self.layers for moe in layer.moes)
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
@@ -425,13 +462,14 @@ class DecoderPlan:
     def num_parameters(self) -> int:
         """The weights of embeddings, head and linear modules, without norms and biases."""
         layers = sum(linear.inputs * linear.outputs for layer in self.layers for linear in layer.linears)
-        experts = sum(_expert_parameters(block.body) for layer in self.layers for block in layer.blocks)
+        experts = sum(moe.experts * one.inputs * one.outputs for moe in self.moes for one in moe.tensors)
         return layers + experts + self.vocab_size * self.hidden * (1 if self.head is None else 2)
 
     def weight_bytes(self, itemsize: int) -> int:
         """Returns the bytes of these weights if linear modules and the head keep their formats. `itemsize`: of a weight
         that is a number."""
         kept = [(one.format, one.inputs, one.outputs) for layer in self.layers for one in layer.linears]
+        kept += [(one.format, one.inputs, one.outputs) for moe in self.moes for one in moe.tensors * moe.experts]
         if self.head is not None:
             kept.append((self.head_format, self.hidden, self.vocab_size))
         numbers = self.num_parameters - sum(inputs * outputs for _, inputs, outputs in kept)
@@ -449,9 +487,3 @@ def _changed(body: Body, change: Callable[[LinearPlan], LinearPlan]) -> Body:
     if body.out is not None:
         changed["out"] = change(body.out)
     return replace(body, **changed)
-
-
-def _expert_parameters(body: Body) -> int:
-    if not isinstance(body, Moe):
-        return 0
-    return body.experts * sum(math.prod((one.inputs, one.outputs)) for one in (body.gate, body.up, body.down))

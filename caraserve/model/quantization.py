@@ -1,7 +1,8 @@
 """Which linear modules of a checkpoint are quantised and how, read from `quantization_config` of config.json. Pure.
 
-Two formats are known: compressed-tensors, which llm-compressor writes, and `fp8`, which AutoFP8 and vLLM write. In both
-a weight is a code of one byte, and its value is the code's value times a scale of its output or of the whole module.
+Three formats are known. In compressed-tensors, which llm-compressor writes, and `fp8`, which AutoFP8 and vLLM write, a
+weight is a code of one byte, and its value is the code's value times a scale of its output or of the whole module.
+`mxfp4` is that of the experts of GPT-OSS.
 """
 
 import re
@@ -13,14 +14,17 @@ from caraserve.errors import ModelLoadError
 from caraserve.model.formats import WeightFormat
 from caraserve.model.formats.fp8 import Fp8
 from caraserve.model.formats.int8 import Int8
+from caraserve.model.formats.mxfp4 import MXFP4
 from caraserve.model.formats.scaled_codes import Inputs, ScaledCodes
 
 _SUPPORTED = (
     "supported are fp8 (E4M3) and int8 weights, symmetric, with a scale per tensor or per output, in checkpoints of "
-    "compressed-tensors (format float-quantized, int-quantized or naive-quantized) and of fp8 (AutoFP8, vLLM)"
+    "compressed-tensors (format float-quantized, int-quantized or naive-quantized) and of fp8 (AutoFP8, "
+    "vLLM), and mxfp4 of experts"
 )
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 _SCHEMES: Mapping[str, type[ScaledCodes]] = {"float": Fp8, "int": Int8}
+_EXPERTS = (r"re:.*\.experts\.",)  # what `mxfp4` converts
 _LINEAR, _PATTERN = "Linear", "re:"  # a class of modules; the prefix of a regular expression over names
 
 
@@ -70,6 +74,8 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
         return _compressed_tensors(section)
     if method == "fp8":
         return _fp8(section)
+    if method == "mxfp4":  # modules that it does not convert have other tensors, of which reading says that
+        return Quantization(((_EXPERTS, MXFP4),), ())
     raise _refused(f"quant_method {method!r}")
 
 

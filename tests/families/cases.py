@@ -102,6 +102,8 @@ class Case:
     offset: float = 0.0  # what the family adds to the weights of its norms
     text: dict[str, Any] | None = None  # arguments of the text model inside a model with images
     has_base: bool = True  # False: `fields` are all arguments
+    # False: peft would take the names of modules of an MLP for those of experts
+    adapts_mlps: bool = True
 
 
 def _text(**fields: Any) -> dict[str, Any]:
@@ -263,6 +265,71 @@ CASES: dict[str, Case] = {
             "scale_attn_by_inverse_layer_idx": True,
         },
         has_base=False,
+    ),
+    "mixtral": Case(
+        "Mixtral", "MixtralForCausalLM", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}
+    ),
+    "qwen 2, experts": Case(
+        "Qwen2Moe",
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 3,
+        },
+    ),
+    "qwen 3, experts": Case(
+        "Qwen3Moe",
+        "Qwen3MoeForCausalLM",
+        {
+            "head_dim": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+        adapts_mlps=False,
+    ),
+    "granite, experts": Case(
+        "GraniteMoe", "GraniteMoeForCausalLM", _MULTIPLIERS | {"num_local_experts": 6, "num_experts_per_tok": 2}
+    ),
+    "glm 4.5": Case(
+        "Glm4Moe",
+        "Glm4MoeForCausalLM",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.7,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+        adapts_mlps=False,
+    ),
+    "gpt-oss": Case(
+        "GptOss",
+        "GptOssForCausalLM",
+        {
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "rope_parameters": _YARN | {"factor": 8.0, "original_max_position_embeddings": 32, "truncate": False},
+        },
     ),
 }
 

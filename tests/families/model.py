@@ -35,7 +35,7 @@ def make(case: Case, folder: Path) -> Made:
     model = getattr(transformers, case.model)(config).eval()
     randomise(model, case)
     model.save_pretrained(folder / "model")
-    logits = _logits(model)
+    logits = logits_of(model)
     adapters = {}
     outside: dict[str, Any] = {} if case.text is None else {"exclude_modules": _OF_IMAGES}
     if case.model == "GPT2LMHeadModel":
@@ -46,20 +46,20 @@ def make(case: Case, folder: Path) -> Made:
     ):
         adapted = get_peft_model(
             getattr(transformers, case.model).from_pretrained(folder / "model", attn_implementation="eager"),
-            LoraConfig(target_modules=targets_of(model), task_type="CAUSAL_LM", **outside, **fields),
+            LoraConfig(target_modules=targets_of(model, case), task_type="CAUSAL_LM", **outside, **fields),
         ).eval()
         _randomise_lora(adapted, torch.Generator().manual_seed(seed))
         adapted.save_pretrained(str(folder / name))
-        adapters[name] = folder / name, _logits(adapted)
+        adapters[name] = folder / name, logits_of(adapted)
     return Made(folder / "model", logits, adapters)
 
 
-def targets_of(model: Any) -> list[str]:
+def targets_of(model: Any, case: Case) -> list[str]:
     """Returns the last words of the names of linear modules, but of the head and of vision towers."""
     kinds = torch.nn.Linear, transformers.pytorch_utils.Conv1D
     names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     text = [name for name in names if not any(word in name for word in ("vision", "visual", "projector", "lm_head"))]
-    return sorted({name.rpartition(".")[2] for name in text})
+    return sorted({name.rpartition(".")[2] for name in text if case.adapts_mlps or ".mlp." not in name})
 
 
 def randomise(model: Any, case: Case) -> None:
@@ -79,6 +79,8 @@ def randomise(model: Any, case: Case) -> None:
                 parameter.copy_(noise)
             else:
                 parameter.copy_(1.2 / math.sqrt(_inputs(model, name, parameter)) * noise)
+                if name.endswith("experts.gate_up_proj") and isinstance(model, transformers.GptOssForCausalLM):
+                    parameter.mul_(5)  # so that its clamps bind
 
 
 def _inputs(model: Any, name: str, parameter: torch.Tensor) -> int:
@@ -96,7 +98,8 @@ def _randomise_lora(model: Any, generator: torch.Generator) -> None:
             b.data = torch.randn(b.shape, generator=generator) * 0.4 / math.sqrt(b.shape[1])
 
 
-def _logits(model: Any) -> NDArray[np.float64]:
+def logits_of(model: Any) -> NDArray[np.float64]:
+    """Returns the logits after each token of `TOKENS`."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor(TOKENS)[None]).logits[0]
     return np.asarray(logits.double().numpy())

@@ -24,6 +24,7 @@ from transformers import (
     MistralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
 )
 
@@ -111,6 +112,19 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any], bool]] = {
     "gemma3": (Gemma3TextConfig, _WIDE | _GEMMA | {"rope_parameters": _GEMMA3_ROPE}, True),
 }
 FAMILIES = tuple(_FAMILIES)
+_FAMILIES["qwen2_moe"] = (
+    Qwen2MoeConfig,
+    _WIDE
+    | {
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 96,
+    },
+    False,
+)
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}{{ eos_token }}{% endfor %}"

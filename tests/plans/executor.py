@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from caraserve.model.dtype import to_float32
 from caraserve.model.formats import TensorReader, WeightFormat
+from caraserve.model.formats.mxfp4 import MXFP4
+from caraserve.model.formats.plain import PLAIN
 from caraserve.model.linear_plan import LinearPlan, Rows
 from caraserve.model.plan import Attention, DecoderPlan, ExpertTensor, Mlp, Moe, Norm, Rope
 
@@ -67,23 +69,29 @@ class Executor:
         chosen, weights = routed(body, roles["router"], self._optional(body.correction, (body.experts,)))
         out = np.zeros_like(rows)
         for expert in range(body.experts):
-            for token, place in zip(*np.nonzero(chosen == expert), strict=True):
-                gate, up = (self._expert(body, one, expert, rows[token]) for one in (body.gate, body.up))
+            tokens, places = np.nonzero(chosen == expert)
+            if len(tokens):
+                gate, up = (self._expert(body, one, expert, rows[tokens]) for one in (body.gate, body.up))
                 done = self._expert(body, body.down, expert, gated(body.activation, gate, up))
-                out[token] += weights[token, place] * done
+                out[tokens] += weights[tokens, places][:, None] * done
         if body.out is None:
             return out
         inner = gated(body.activation, roles["gate"], roles["up"])
         return out + self._linear(body.out, inner * sigmoid(roles["shared_gate"]) if "shared_gate" in roles else inner)
 
     def _expert(self, body: Moe, one: ExpertTensor, expert: int, x: Floats) -> Floats:
-        """Returns one matrix of an expert times a row, and its bias."""
+        """Returns one matrix of an expert times rows, and its bias."""
         stored = one.stored_outputs or one.outputs
-        shape = (one.inputs, stored) if one.is_transposed else (stored, one.inputs)
-        weight = self._of_expert(body, one.tensor, expert, shape)
-        weight = weight.T if one.is_transposed else weight
+        if one.format is MXFP4:
+            weight = MXFP4.values(MXFP4.read(self._read, one.tensor, (body.experts, stored, one.inputs)))[expert]
+        elif one.format is not PLAIN:
+            weight = self._matrix(one.format, one.tensor.format(expert=expert), (stored, one.inputs))
+        else:
+            shape = (one.inputs, stored) if one.is_transposed else (stored, one.inputs)
+            weight = self._of_expert(body, one.tensor, expert, shape)
+            weight = weight.T if one.is_transposed else weight
         rows = range(stored) if one.rows is None else one.rows
-        out = weight[list(rows)] @ x
+        out = x @ weight[list(rows)].T
         return out if one.bias is None else out + self._of_expert(body, one.bias, expert, (stored,))[list(rows)]
 
     def _of_expert(self, body: Moe, name: str, expert: int, shape: tuple[int, ...]) -> Floats:
@@ -180,7 +188,7 @@ def routed(body: Moe, logits: Floats, correction: Floats | float) -> tuple[NDArr
         groups, kept, how = body.groups
         grouped = for_choice.reshape(len(logits), groups, -1)
         of_groups = grouped.max(-1) if how == "max" else np.sort(grouped, -1)[..., -2:].sum(-1)
-        is_kept = np.argsort(np.argsort(-of_groups, -1)) < kept
+        is_kept = np.argsort(np.argsort(-of_groups, -1, kind="stable"), -1) < kept
         for_choice = np.where(is_kept[:, :, None], grouped, -np.inf).reshape(logits.shape)
     chosen = np.argsort(-for_choice, -1, kind="stable")[:, : body.top_k]
     weights = np.take_along_axis(scores, chosen, -1)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from caraserve.model.dtype import Code, Dtype, decoded
 from caraserve.model.formats.fp8 import Fp8
 from caraserve.model.formats.int8 import Int8
+from caraserve.model.formats.mxfp4 import MXFP4
 from caraserve.model.formats.plain import PLAIN
 from caraserve.model.formats.scaled_codes import Inputs
 from caraserve.model.linear_plan import LinearPlan, Part, interleaved_rows, part_rows
@@ -34,6 +35,8 @@ class Tensors:
         return noise * np.float32(1.6 / shape[-1] ** 0.5 if len(shape) == 2 else 0.3), Dtype.F32
 
     def codes(self, name: str, shape: tuple[int, ...], code: Code) -> NDArray[np.uint8]:
+        if name.endswith("_scales"):
+            return _rng(name).integers(118, 124, shape, np.uint8)
         finite = np.flatnonzero(np.isfinite(decoded(np.arange(256, dtype=np.uint8), code))).astype(np.uint8)
         return _rng(name).choice(finite, shape)
 
@@ -293,6 +296,16 @@ def linears(**fields: Any) -> Change:
     return changed
 
 
+def expert_tensors(which: Callable[[ExpertTensor], bool], **fields: Any) -> Change:
+    def changed(plan: DecoderPlan) -> DecoderPlan:
+        def change(one: ExpertTensor) -> ExpertTensor:
+            return replace(one, **fields) if which(one) else one
+
+        return replace(plan, layers=tuple(layer.with_expert_tensors(change) for layer in plan.layers))
+
+    return changed
+
+
 def _last_rope(**fields: Any) -> Change:
     def change(block: Block) -> Block:
         if not isinstance(block.body, Attention) or block.body.rope is None:
@@ -385,6 +398,8 @@ CHANGES: dict[str, dict[str, Change]] = {
         "groups scored by their best": body(Moe, groups=(2, 1, "max")),
         "gelu": body(Moe, activation="gelu_tanh"),
         "clamped swiglu": body(Moe, activation="clamped_swiglu"),
+        "fp8 experts": expert_tensors(lambda one: "{expert}" in one.tensor, format=Fp8(Inputs.KEPT)),
+        "mxfp4 experts": expert_tensors(lambda one: one.tensor.endswith("gate_up_proj"), format=MXFP4),
     },
     "gated": {
         "no gate": body(Attention, gated=False),

@@ -16,7 +16,7 @@ from caraserve.gpu.linear import formats as gpu_formats
 from caraserve.gpu.supported_plans import check_plan
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
-from caraserve.model.plan import Attention, Block, DecoderPlan, LayerPlan, Mlp, Moe, Norm
+from caraserve.model.plan import Attention, Block, DecoderPlan, DeltaNet, LayerPlan, Mlp
 from caraserve.profiling.microbench import MeasuredBackend
 from tests.gpu.torch_kernels import torch_kernels
 from tests.plans import cpu, four_bits_cpu, four_bits_gpu, gpu
@@ -36,7 +36,7 @@ BACKENDS: dict[str, tuple[Make, int]] = {
 }
 
 
-UNSUPPORTED = {("experts", "cpu"), ("experts", "gpu")}
+UNSUPPORTED = {("experts", "gpu")}
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +54,10 @@ def torch_for_triton() -> Iterator[None]:
         yield
 
 
-def expected(plan: DecoderPlan, deltas: Mapping[str, NDArray[np.float64]] | None = None) -> NDArray[np.float64]:
-    logits = Executor(plan, Tensors(), deltas).logits(TOKENS)[:-1]
+def expected(
+    plan: DecoderPlan, deltas: Mapping[str, NDArray[np.float64]] | None = None, tensors: Tensors | None = None
+) -> NDArray[np.float64]:
+    logits = Executor(plan, tensors or Tensors(), deltas).logits(TOKENS)[:-1]
     top = logits.max(1, keepdims=True)
     return logits - top - np.log(np.exp(logits - top).sum(1, keepdims=True))
 
@@ -142,10 +144,10 @@ def test_weights_in_16_bits_are_close_to_those_in_32(backend: str) -> None:
 @pytest.mark.parametrize(("backend", "named"), [("cpu", "the CPU"), ("gpu", "a GPU")])
 def test_a_body_that_a_backend_cannot_compute_is_refused_before_a_tensor_is_read(backend: str, named: str) -> None:
     plan = PLANS["parallel"]()
-    router = linear(0, "router", HIDDEN, ("router", 8))
-    moe = Moe((router,), None, 8, 2, *(None,) * 3)  # type: ignore[arg-type]
-    layer = LayerPlan((Block(moe, Norm("model.norm.weight", 1e-5)),))
-    with pytest.raises(ModelLoadError, match=f"layer 0 has a Moe, which {named} cannot compute"):
+    made, out = (linear(0, name, HIDDEN, (name, HIDDEN)) for name in ("q", "out"))
+    net = DeltaNet((made,), out, *("",) * 3, plan.final, *(1,) * 5)
+    layer = LayerPlan((Block(net, plan.final),))
+    with pytest.raises(ModelLoadError, match=f"layer 0 has a DeltaNet, which {named} cannot compute"):
         computed(backend, DecoderPlan("made-up", VOCAB, HIDDEN, (layer,), plan.final, 128, "float32"))
 
 
@@ -166,6 +168,33 @@ def test_blocks_of_the_first_blocks_rows_follow_it() -> None:
     first, second = PLANS["parallel"]().layers[0].blocks
     with pytest.raises(ValueError, match="must follow it"):
         LayerPlan((first, replace(first, body=second.body), second))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["experts"])
+def test_of_experts_with_equal_scores_the_lower_are_chosen(name: str, backend: str) -> None:
+    plan, tensors = PLANS[name](), EqualScores()
+    make, alternatives = BACKENDS[backend]
+    served = make(plan, tensors)
+    found = logprobs(served, VOCAB, TOKENS, (len(TOKENS),), alternatives)
+    served.close()
+    check(found, expected(plan, tensors=tensors))
+    assert np.nanmax(np.abs(found - expected(plan))) > 0.1
+
+
+class EqualScores(Tensors):
+    """Routers give all experts the same score, and groups too."""
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[NDArray[np.generic], Dtype]:
+        values, dtype = super().__call__(name, shape)
+        return (np.zeros_like(values) if "router" in name or "correction" in name else values), dtype
+
+
+def test_a_gated_shared_expert_has_no_bias_after_its_down() -> None:
+    moe = PLANS["experts"]().moes[0]
+    assert moe.out is not None
+    with pytest.raises(ValueError, match="down_proj: a gated shared expert has no bias"):
+        replace(moe, out=replace(moe.out, bias=True))
 
 
 # --- what a backend does not know ---

@@ -28,8 +28,19 @@ def _int8() -> WeightKernels:
     return KERNELS
 
 
+def _mxfp4() -> WeightKernels:
+    from caraserve.cpu.linear.mxfp4 import KERNELS
+
+    return KERNELS
+
+
 # Functions, because an import compiles the kernels of a format, which most models do not have.
-_FORMATS: dict[str, Callable[[], WeightKernels]] = {"plain": _plain, "fp8": _fp8, "int8": _int8}
+_FORMATS: dict[str, Callable[[], WeightKernels]] = {
+    "plain": _plain,
+    "fp8": _fp8,
+    "int8": _int8,
+    "mxfp4": _mxfp4,
+}
 
 
 def register(name: str, kernels: WeightKernels) -> None:

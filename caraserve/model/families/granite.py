@@ -51,10 +51,12 @@ def plan_granite4(config: Config) -> DecoderPlan:
     return granite_plan(config, "granitemoehybrid", made)
 
 
-def granite_layers(config: Config, sizes: Sizes, rope: Rope | None, **fields: Any) -> DenseLayers:
+def granite_layers(
+    config: Config, sizes: Sizes, rope: Rope | None, *, kind: type[DenseLayers] = DenseLayers, **fields: Any
+) -> DenseLayers:
     """Returns layers with the multipliers of the configuration."""
     has_bias = flag(config, "attention_bias")
-    return DenseLayers(
+    return kind(
         sizes,
         ropes=(rope,) * sizes.layers,
         windows=(None,) * sizes.layers,
