@@ -15,7 +15,7 @@ from caraserve.model import families
 PACKAGE = Path(__file__).parent.parent / "caraserve"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 
-FAMILY_NAMES = {name.lower() for names in families.supported() for name in names}
+FAMILY_NAMES = {name.lower() for family in families.families() for name in (family.model_type, family.architecture)}
 FORMAT_NAMES = {"plain", "fp8", "int8"}
 TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 

@@ -1,13 +1,13 @@
 """Model families: each file turns the `config.json` of one family into a DecoderPlan.
 
-To add a family, write a function `(config) -> DecoderPlan` in a file of its own and list it in `_FAMILIES`; code
+To add a family, write a function `(config) -> DecoderPlan` in a file of its own and list it in `_families`; code
 outside the package calls `register`.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,61 +46,82 @@ from caraserve.model.safetensors_reader import TensorFileError, weight_files
 Config = Mapping[str, Any]
 Planner = Callable[[Config], DecoderPlan]
 
-# (model_type, first of `architectures`) → planner
-_FAMILIES: dict[tuple[str, str], Planner] = {
-    ("llama", "LlamaForCausalLM"): llama.plan,
-    ("mistral", "MistralForCausalLM"): mistral.plan_mistral,
-    ("ministral", "MinistralForCausalLM"): mistral.plan_ministral,
-    ("ministral3", "Ministral3ForCausalLM"): mistral.plan_ministral3,
-    ("mistral3", "Mistral3ForConditionalGeneration"): mistral.plan_mistral3,
-    ("gemma", "GemmaForCausalLM"): gemma.plan_gemma,
-    ("gemma2", "Gemma2ForCausalLM"): gemma.plan_gemma2,
-    ("gemma3_text", "Gemma3ForCausalLM"): gemma.plan_gemma3,
-    ("gemma3", "Gemma3ForConditionalGeneration"): gemma.plan_gemma3_with_images,
-    ("qwen2", "Qwen2ForCausalLM"): qwen.plan_qwen2,
-    ("qwen3", "Qwen3ForCausalLM"): qwen.plan_qwen3,
-    ("qwen2_vl", "Qwen2VLForConditionalGeneration"): qwen.plan_qwen2_vl,
-    ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"): qwen.plan_qwen2_vl,
-    ("qwen3_vl", "Qwen3VLForConditionalGeneration"): qwen.plan_qwen3_vl,
-    ("smollm3", "SmolLM3ForCausalLM"): smollm3.plan,
-    ("phi3", "Phi3ForCausalLM"): phi3.plan,
-    ("glm", "GlmForCausalLM"): glm.plan_glm,
-    ("glm4", "Glm4ForCausalLM"): glm.plan_glm4,
-    ("granite", "GraniteForCausalLM"): granite.plan_granite,
-    ("granitemoehybrid", "GraniteMoeHybridForCausalLM"): granite.plan_granite4,
-    ("olmo2", "Olmo2ForCausalLM"): olmo.plan_olmo2,
-    ("olmo3", "Olmo3ForCausalLM"): olmo.plan_olmo3,
-    ("exaone4", "Exaone4ForCausalLM"): exaone.plan,
-    ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"): hunyuan.plan,
-    ("internlm2", "InternLM2ForCausalLM"): internlm.plan_internlm2,
-    ("internlm3", "InternLM3ForCausalLM"): internlm.plan_internlm3,
-    ("seed_oss", "SeedOssForCausalLM"): seed_oss.plan,
-    ("cohere", "CohereForCausalLM"): cohere.plan_cohere,
-    ("cohere2", "Cohere2ForCausalLM"): cohere.plan_cohere2,
-    ("nemotron", "NemotronForCausalLM"): nemotron.plan,
-    ("starcoder2", "Starcoder2ForCausalLM"): starcoder2.plan,
-    ("stablelm", "StableLmForCausalLM"): stablelm.plan,
-    ("phi", "PhiForCausalLM"): phi2.plan,
-    ("gpt2", "GPT2LMHeadModel"): gpt2.plan,
-    ("mixtral", "MixtralForCausalLM"): mixtral.plan,
-    ("qwen2_moe", "Qwen2MoeForCausalLM"): qwen_moe.plan_qwen2_moe,
-    ("qwen3_moe", "Qwen3MoeForCausalLM"): qwen_moe.plan_qwen3_moe,
-    ("granitemoe", "GraniteMoeForCausalLM"): granite_moe.plan,
-    ("glm4_moe", "Glm4MoeForCausalLM"): glm_moe.plan,
-    ("gpt_oss", "GptOssForCausalLM"): gpt_oss.plan,
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A kind of model, as configurations name it. `title`: as people do."""
+
+    title: str
+    model_type: str
+    architecture: str  # first of `architectures`
+    plan: Planner
+
+
+_families = [
+    Family("Llama 2 and 3, Falcon 3", "llama", "LlamaForCausalLM", llama.plan),
+    Family("Mistral", "mistral", "MistralForCausalLM", mistral.plan_mistral),
+    Family("Ministral", "ministral", "MinistralForCausalLM", mistral.plan_ministral),
+    Family("Ministral 3", "ministral3", "Ministral3ForCausalLM", mistral.plan_ministral3),
+    Family("Mistral Small 3.1", "mistral3", "Mistral3ForConditionalGeneration", mistral.plan_mistral3),
+    Family("Gemma", "gemma", "GemmaForCausalLM", gemma.plan_gemma),
+    Family("Gemma 2", "gemma2", "Gemma2ForCausalLM", gemma.plan_gemma2),
+    Family("Gemma 3", "gemma3_text", "Gemma3ForCausalLM", gemma.plan_gemma3),
+    Family("Gemma 3 with images", "gemma3", "Gemma3ForConditionalGeneration", gemma.plan_gemma3_with_images),
+    Family("Qwen2 and 2.5", "qwen2", "Qwen2ForCausalLM", qwen.plan_qwen2),
+    Family("Qwen3", "qwen3", "Qwen3ForCausalLM", qwen.plan_qwen3),
+    Family("Qwen2-VL", "qwen2_vl", "Qwen2VLForConditionalGeneration", qwen.plan_qwen2_vl),
+    Family("Qwen2.5-VL", "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", qwen.plan_qwen2_vl),
+    Family("Qwen3-VL", "qwen3_vl", "Qwen3VLForConditionalGeneration", qwen.plan_qwen3_vl),
+    Family("SmolLM3", "smollm3", "SmolLM3ForCausalLM", smollm3.plan),
+    Family("Phi-3, 3.5 and 4", "phi3", "Phi3ForCausalLM", phi3.plan),
+    Family("GLM-4-9B", "glm", "GlmForCausalLM", glm.plan_glm),
+    Family("GLM-4-0414", "glm4", "Glm4ForCausalLM", glm.plan_glm4),
+    Family("Granite 3", "granite", "GraniteForCausalLM", granite.plan_granite),
+    Family("Granite 4 without Mamba layers", "granitemoehybrid", "GraniteMoeHybridForCausalLM", granite.plan_granite4),
+    Family("OLMo 2", "olmo2", "Olmo2ForCausalLM", olmo.plan_olmo2),
+    Family("OLMo 3", "olmo3", "Olmo3ForCausalLM", olmo.plan_olmo3),
+    Family("EXAONE 4", "exaone4", "Exaone4ForCausalLM", exaone.plan),
+    Family("HunYuan dense", "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", hunyuan.plan),
+    Family("InternLM2", "internlm2", "InternLM2ForCausalLM", internlm.plan_internlm2),
+    Family("InternLM3", "internlm3", "InternLM3ForCausalLM", internlm.plan_internlm3),
+    Family("Seed-OSS", "seed_oss", "SeedOssForCausalLM", seed_oss.plan),
+    Family("Command R", "cohere", "CohereForCausalLM", cohere.plan_cohere),
+    Family("Command R7B and A", "cohere2", "Cohere2ForCausalLM", cohere.plan_cohere2),
+    Family("Nemotron 4, Minitron", "nemotron", "NemotronForCausalLM", nemotron.plan),
+    Family("StarCoder2", "starcoder2", "Starcoder2ForCausalLM", starcoder2.plan),
+    Family("StableLM", "stablelm", "StableLmForCausalLM", stablelm.plan),
+    Family("Phi-1 and 2", "phi", "PhiForCausalLM", phi2.plan),
+    Family("GPT-2", "gpt2", "GPT2LMHeadModel", gpt2.plan),
+    Family("Mixtral", "mixtral", "MixtralForCausalLM", mixtral.plan),
+    Family("Qwen2-MoE", "qwen2_moe", "Qwen2MoeForCausalLM", qwen_moe.plan_qwen2_moe),
+    Family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM", qwen_moe.plan_qwen3_moe),
+    Family("Granite 3 MoE", "granitemoe", "GraniteMoeForCausalLM", granite_moe.plan),
+    Family("GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", glm_moe.plan),
+    Family("GPT-OSS", "gpt_oss", "GptOssForCausalLM", gpt_oss.plan),
+]
+
+# What models that are not served have.
+_UNSERVED = {
+    "latent attention (MLA)": (
+        "DeepseekV2 DeepseekV3 DeepseekV32 Glm4MoeLite GlmMoeDsa KimiLinear LongcatFlash MiniCPM3"
+    ),
+    "Mamba layers": "Mamba Mamba2 FalconMamba FalconH1 NemotronH Bamba Zamba Zamba2 Jamba Plamo2",
+    "four streams of hidden states": "Gemma3n",
+    "keys and values of other sizes in some layers": "Gemma4 Gemma4Unified",
+    "chunked attention and rotations of its own": "Llama4",
 }
 
 
 def register(model_type: str, architecture: str, planner: Planner) -> None:
     """Adds a family, named as in the configurations of its models. Raises ValueError if the name is taken."""
-    if any(model_type == known or architecture == name for known, name in _FAMILIES):
+    if any(model_type == known.model_type or architecture == known.architecture for known in _families):
         raise ValueError(f"family {model_type} or architecture {architecture} is registered already")
-    _FAMILIES[model_type, architecture] = planner
+    _families.append(Family(architecture, model_type, architecture, planner))
 
 
-def supported() -> tuple[tuple[str, str], ...]:
-    """Returns (model_type, architecture) of every family."""
-    return tuple(_FAMILIES)
+def families() -> tuple[Family, ...]:
+    """Returns every family that is served."""
+    return tuple(_families)
 
 
 def load_plan(folder: Path) -> DecoderPlan:
@@ -132,10 +153,19 @@ def read_config(folder: Path) -> Config:
 def plan_of(config: Config) -> DecoderPlan:
     """Turns a Hugging Face configuration into a plan. Raises ModelLoadError for what this server cannot compute."""
     names = config.get("architectures") or []
-    for (model_type, architecture), planner in _FAMILIES.items():
-        if architecture in names or (not names and config.get("model_type") == model_type):
-            return planner(config).with_formats(parse_quantization(config))
+    for family in _families:
+        if family.architecture in names or (not names and config.get("model_type") == family.model_type):
+            return family.plan(config).with_formats(parse_quantization(config))
     raise ModelLoadError(
-        f"config.json: architecture {names or config.get('model_type')!r} is not supported; "
-        f"supported are {', '.join(architecture for _, architecture in _FAMILIES)}"
+        f"config.json: architecture {names or config.get('model_type')!r} is not supported{_why_unserved(names)}; "
+        f"supported are {', '.join(family.architecture for family in _families)}"
     )
+
+
+def _why_unserved(names: Sequence[str]) -> str:
+    """Returns what a known model has that is not computed, after a colon."""
+    stems = {str(name).partition("For")[0] for name in names}
+    for what, known in _UNSERVED.items():
+        if stems & set(known.split()):
+            return f": it has {what}"
+    return ""
