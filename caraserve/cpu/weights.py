@@ -58,8 +58,7 @@ def progress_steps(plan: DecoderPlan) -> int:
 
 def compile_formats(plan: DecoderPlan) -> None:
     """Compiles the kernels of the formats of a model's weights, or loads them from the cache."""
-    formats = {one.format for layer in plan.layers for one in (*layer.linears, *layer.expert_tensors)}
-    for name in {one.name for one in formats} | {plan.head_format.name}:
+    for name in {one.name for one in plan.layer_formats} | {plan.head_format.name}:
         kernels_of(name)
 
 

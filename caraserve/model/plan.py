@@ -275,11 +275,6 @@ class LayerPlan:
     def moes(self) -> tuple[Moe, ...]:
         return tuple(block.body for block in self.blocks if isinstance(block.body, Moe))
 
-    @property
-    def expert_tensors(self) -> tuple[ExpertTensor, ...]:
-        """The matrices of experts."""
-        return tuple(one for moe in self.moes for one in moe.tensors)
-
     def with_linears(self, change: Callable[[LinearPlan], LinearPlan]) -> "LayerPlan":
         """Returns the layer with each of its linears changed."""
         return LayerPlan(tuple(replace(block, body=_changed(block.body, change)) for block in self.blocks))
@@ -382,13 +377,18 @@ class DecoderPlan:
     @property
     def formats(self) -> frozenset[WeightFormat]:
         """All formats of weights."""
-        of_layers = {one.format for layer in self.layers for one in (*layer.linears, *layer.expert_tensors)}
-        return frozenset({*of_layers, self.embed_format, self.head_format})
+        return frozenset({*self.layer_formats, self.embed_format, self.head_format})
+
+    @property
+    def layer_formats(self) -> frozenset[WeightFormat]:
+        """The formats of linears and experts."""
+        of_linears = {linear.format for layer in self.layers for linear in layer.linears}
+        return frozenset({*of_linears, *(one.format for moe in self.moes for one in moe.tensors)})
 
     @property
     def is_quantized(self) -> bool:
         """True if some weights of layers are not plain numbers."""
-        return any(one.format is not PLAIN for layer in self.layers for one in (*layer.linears, *layer.expert_tensors))
+        return any(one is not PLAIN for one in self.layer_formats)
 
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:
