@@ -106,7 +106,7 @@ class ExpertTensor:
     inputs: int
     stored_outputs: int | None = None  # of the tensor, if it has others beside these
     rows: Rows | None = None  # which of them these are; None: all
-    is_transposed: bool = False  # numbers are stored as [inputs, outputs]
+    is_transposed: bool = False  # stored as [inputs, outputs]; formats other than numbers never are
     bias: str | None = None  # tensor with the same outputs, named as `tensor` is
     format: WeightFormat = PLAIN
 
@@ -359,7 +359,8 @@ class DecoderPlan:
             return replace(linear, format=format_of(linear.module))
 
         def with_expert_format(one: ExpertTensor) -> ExpertTensor:  # all experts have that of the first
-            return replace(one, format=format_of(one.tensor.format(expert=0)))
+            kind = format_of(one.tensor.format(expert=0))
+            return replace(one, format=kind, is_transposed=one.is_transposed and kind is PLAIN)
 
         layers = tuple(layer.with_linears(with_format).with_expert_tensors(with_expert_format) for layer in self.layers)
         head = PLAIN if self.head is None else format_of(self.head)
