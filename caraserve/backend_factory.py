@@ -129,9 +129,9 @@ def _build_cpu_backend(
     kernels = CompileProgress()
     with kernels.shown() as compiled, counting(compiled):
         from caraserve.cpu.backend import CpuBackend, CpuSizes
-        from caraserve.cpu.weights import compile_formats, load_model, progress_steps
+        from caraserve.cpu.weights import compile_kernels, load_model, progress_steps
 
-        compile_formats(plan)
+        compile_kernels(plan)
     dtype, context = dtype_of(plan, model.dtype), _context(plan, model)
     kv_bytes, lora_cpus = _kv_bytes(plan, context, engine.kv_cache_bytes), _lora_cpus(lora)
     with progress("weights", progress_steps(plan)) as advance, _reader(model, plan, engine.seed, dtype) as read:

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "caraserve"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 
 FAMILY_NAMES = {name.lower() for family in families.families() for name in (family.model_type, family.architecture)}
-FORMAT_NAMES = {"plain", "fp8", "int8"}
+FORMAT_NAMES = {"plain", "fp8", "int8", "mxfp4"}
 TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 # Files that may name a family, and what else they name so.
@@ -49,6 +49,7 @@ SEVENS_EXEMPT = {
     "engine/iteration_times.py": "iterations of a median",
     "cpu/libc.py": "arguments of a system call",
     "cpu/tiles.py": "arguments of an intrinsic",
+    "cpu/linear": "bits of a code",
     "gpu/linear": "bits of a code",
     "gpu/kernels/work_orders.py": "words of a work order",
 }

@@ -6,11 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.cpu import structs
-from caraserve.errors import ModelLoadError
-from caraserve.model.dtype import Dtype, to_float32
-from caraserve.model.formats import Array, Matrix, TensorReader, WeightFormat
-from caraserve.model.formats.mxfp4 import MXFP4
-from caraserve.model.formats.plain import PLAIN
+from caraserve.model.dtype import to_float32
+from caraserve.model.formats import Matrix, TensorReader, WeightFormat
 from caraserve.model.plan import ExpertTensor, Moe
 
 Floats = NDArray[np.float32]
@@ -34,44 +31,33 @@ class _Tensors:
 
     def __init__(self, experts: int, read: TensorReader) -> None:
         self._experts, self._read = experts, read
-        self._of_all: dict[str, tuple[Array, Dtype]] = {}
-        self._packed_of_all: dict[str, Matrix] = {}
+        self._stacked: dict[str, Matrix] = {}
+        self._biases: dict[str, Floats] = {}
 
     def matrix(self, one: ExpertTensor, expert: int) -> Matrix:
         """Returns a matrix of an expert, [outputs, inputs]."""
         stored = one.stored_outputs or one.outputs
-        if one.format is MXFP4:
-            matrix = self._packed(one.tensor, expert, (stored, one.inputs))
-        elif one.format is not PLAIN:
-            if one.is_transposed or "{expert}" not in one.tensor:
-                raise ModelLoadError(f"{one.tensor}: weights of format {one.format.name} are read expert by expert")
-            module = one.tensor.format(expert=expert).removesuffix(".weight")
-            matrix = one.format.read(self._read, module, (stored, one.inputs))
-        elif one.is_transposed:
-            raw, dtype = self._tensor(one.tensor, expert, (one.inputs, stored))
-            matrix = Matrix({"weight": raw.T}, dtype)
-        else:
-            raw, dtype = self._tensor(one.tensor, expert, (stored, one.inputs))
-            matrix = Matrix({"weight": raw}, dtype)
-        return matrix if one.rows is None else matrix.rows(one.rows)
+        found = self._stored(one, expert, (one.inputs, stored) if one.is_transposed else (stored, one.inputs))
+        if one.is_transposed:
+            found = Matrix({"weight": found.arrays["weight"].T}, found.dtype)
+        return found if one.rows is None else found.rows(one.rows)
 
     def bias(self, one: ExpertTensor, expert: int) -> Floats | None:
         if one.bias is None:
             return None
         stored = one.stored_outputs or one.outputs
-        values = to_float32(*self._tensor(one.bias, expert, (stored,)))
+        if "{expert}" in one.bias:
+            values = to_float32(*self._read(one.bias.format(expert=expert), (stored,)))
+        else:
+            if one.bias not in self._biases:
+                self._biases[one.bias] = to_float32(*self._read(one.bias, (self._experts, stored)))
+            values = self._biases[one.bias][expert]
         return values if one.rows is None else values[list(one.rows)]
 
-    def _packed(self, name: str, expert: int, shape: tuple[int, int]) -> Matrix:
-        if name not in self._packed_of_all:
-            self._packed_of_all[name] = MXFP4.read(self._read, name, (self._experts, *shape))
-        arrays = self._packed_of_all[name].arrays
-        return Matrix({key: array[expert] for key, array in arrays.items()})
-
-    def _tensor(self, name: str, expert: int, shape: tuple[int, ...]) -> tuple[Array, Dtype]:
-        if "{expert}" in name:
-            return self._read(name.format(expert=expert), shape)
-        if name not in self._of_all:
-            self._of_all[name] = self._read(name, (self._experts, *shape))
-        raw, dtype = self._of_all[name]
-        return raw[expert], dtype
+    def _stored(self, one: ExpertTensor, expert: int, shape: tuple[int, int]) -> Matrix:
+        if "{expert}" in one.tensor:
+            return one.format.read(self._read, one.tensor.format(expert=expert).removesuffix(".weight"), shape)
+        if one.tensor not in self._stacked:
+            self._stacked[one.tensor] = one.format.read_stacked(self._read, one.tensor, (self._experts, *shape))
+        of_all = self._stacked[one.tensor]
+        return Matrix({name: array[expert] for name, array in of_all.arrays.items()}, of_all.dtype)

@@ -116,7 +116,7 @@ def _choose(moe, scores, choice, chosen, weights):  # type: ignore[no-untyped-de
         best = np.int64(0)
         for index in range(1, moe.experts):
             if load_f32(choice + 4 * index) > load_f32(choice + 4 * best):
-                best = index
+                best = np.int64(index)
         store_f32(choice + 4 * best, _NONE)
         store_i64(chosen + 8 * rank, best)
         weight = load_f32(scores + 4 * best)

@@ -10,7 +10,16 @@ import numpy as np
 
 from caraserve.core.lora_layout import PANEL, RANK_STEP
 from caraserve.cpu.jit import compiled_separately, kernel, variant
-from caraserve.cpu.simd import DTYPE_BF16, DTYPE_F16, DTYPE_F32, LANES, bits_to_float, load_f32, load_u16
+from caraserve.cpu.simd import (
+    DTYPE_BF16,
+    DTYPE_F16,
+    DTYPE_F32,
+    HAS_WIDE_REGISTERS,
+    LANES,
+    bits_to_float,
+    load_f32,
+    load_u16,
+)
 from caraserve.cpu.structs import word
 from caraserve.cpu.tiles import dot_tile, gemm_tile, stack_bytes
 
@@ -24,10 +33,24 @@ _KEPT_ROW_BYTES = 4 * LANES * RANK_GROUP
 _kept = stack_bytes(_KEPT_ROWS * _KEPT_ROW_BYTES)
 
 
+def _gemm_tile(rows: int, dtype: int) -> Any:
+    """Makes the product of some rows and a panel: in tiles that fill the vector registers without a spill, six rows by
+    four vectors where there are 32 registers of a whole vector. Others have 16 of half a vector, or 32 of a quarter."""
+    vectors = 4 if HAS_WIDE_REGISTERS or rows == 1 else 2 if rows <= 3 else 1
+    tile, step, panel_vectors = gemm_tile(rows, vectors, dtype), np.int64(vectors), np.int64(PANEL // LANES)
+    size = np.int64(4 if dtype == DTYPE_F32 else 2)
+
+    @variant(f"{rows}_{dtype}")
+    def gemm_panel(x, x_stride, w, k, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
+        for vector in range(0, panel_vectors, step):
+            tile(x, x_stride, w + vector * LANES * size, k, y + 4 * LANES * vector, y_stride, accumulate)
+
+    return gemm_panel
+
+
 def _gemm_rows(dtype: int) -> Any:
-    """Makes the row tiles of one dtype: six rows by four vectors fill the 32 vector registers without a spill."""
-    tile1, tile2, tile3 = gemm_tile(1, 4, dtype), gemm_tile(2, 4, dtype), gemm_tile(3, 4, dtype)
-    tile4, tile5, tile6 = gemm_tile(4, 4, dtype), gemm_tile(5, 4, dtype), gemm_tile(6, 4, dtype)
+    """Makes the product of rows and a panel, in tiles of up to six rows."""
+    tile1, tile2, tile3, tile4, tile5, tile6 = (_gemm_tile(rows, dtype) for rows in (1, 2, 3, 4, 5, 6))
 
     @variant(dtype)
     def gemm_rows(x, x_stride, rows, w, k, y, y_stride, accumulate):  # type: ignore[no-untyped-def]

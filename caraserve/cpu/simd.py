@@ -34,7 +34,17 @@ def _converts_half() -> bool:
     return bool(llvmlite.binding.get_host_cpu_features().get("f16c", False))
 
 
+def _has_wide_registers() -> bool:
+    """Returns whether the CPU has 32 registers of sixteen fp32 each."""
+    if not _X86:
+        return False
+    if numba.config.CPU_NAME:
+        return "+avx512f" in (numba.config.CPU_FEATURES or "")
+    return bool(llvmlite.binding.get_host_cpu_features().get("avx512f", False))
+
+
 _CONVERTS_HALF = _converts_half()
+HAS_WIDE_REGISTERS = _has_wide_registers()
 DTYPE_F32, DTYPE_BF16, DTYPE_F16 = 0, 1, 2  # the codes of `Dtype`
 
 _I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()

@@ -10,6 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from caraserve.core.lora_layout import PANEL
 from caraserve.cpu.simd import (
     DTYPE_F32,
     F32,
@@ -62,7 +63,7 @@ def gemm_tile(rows: int, vectors: int, dtype: int) -> Any:
     """Intrinsic `(x, x_stride, w, k, y, y_stride, accumulate)`, strides in bytes.
 
     Semantics: `y[m, :] = (y[m, :] if accumulate else 0) + Σ_k x[m, k] · w[k, :]` for m < rows.
-    x, y are fp32; w is `[k, 16 · vectors]` of `dtype`, contiguous. Sums run over k in order.
+    x, y are fp32; w is `[k, 16 · vectors]` of `dtype`, columns of a panel. Sums run over k in order.
     """
 
     def emit(b: Any, arguments: Sequence[Any]) -> None:
@@ -71,7 +72,7 @@ def gemm_tile(rows: int, vectors: int, dtype: int) -> Any:
         acc = _Accumulators(b, rows * vectors)
         x_rows = [offset(b, x, b.mul(i64(row), x_stride)) for row in range(rows)]
         with cgutils.for_range(b, k) as loop:
-            w_row = offset(b, w, b.mul(loop.index, i64(LANES * vectors * itemsize)))
+            w_row = offset(b, w, b.mul(loop.index, i64(PANEL * itemsize)))
             weights = [emit_load(b, offset(b, w_row, i64(v * LANES * itemsize)), dtype) for v in range(vectors)]
             x_offset = b.mul(loop.index, i64(4))
             for row in range(rows):

@@ -56,10 +56,12 @@ def progress_steps(plan: DecoderPlan) -> int:
     return len(plan.layers) + 1
 
 
-def compile_formats(plan: DecoderPlan) -> None:
-    """Compiles the kernels of the formats of a model's weights, or loads them from the cache."""
-    formats = {one.format for layer in plan.layers for one in (*layer.linears, *layer.expert_tensors)}
-    for name in {one.name for one in formats} | {plan.head_format.name}:
+def compile_kernels(plan: DecoderPlan) -> None:
+    """Compiles the kernels that only some models need, or loads them from the cache: of the formats of weights, and of
+    experts."""
+    if plan.moes:
+        import caraserve.cpu.experts  # noqa: F401
+    for name in {one.name for one in plan.layer_formats} | {plan.head_format.name}:
         kernels_of(name)
 
 

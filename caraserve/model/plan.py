@@ -106,7 +106,7 @@ class ExpertTensor:
     inputs: int
     stored_outputs: int | None = None  # of the tensor, if it has others beside these
     rows: Rows | None = None  # which of them these are; None: all
-    is_transposed: bool = False  # numbers are stored as [inputs, outputs]
+    is_transposed: bool = False  # stored as [inputs, outputs]; formats other than numbers never are
     bias: str | None = None  # tensor with the same outputs, named as `tensor` is
     format: WeightFormat = PLAIN
 
@@ -275,11 +275,6 @@ class LayerPlan:
     def moes(self) -> tuple[Moe, ...]:
         return tuple(block.body for block in self.blocks if isinstance(block.body, Moe))
 
-    @property
-    def expert_tensors(self) -> tuple[ExpertTensor, ...]:
-        """The matrices of experts."""
-        return tuple(one for moe in self.moes for one in moe.tensors)
-
     def with_linears(self, change: Callable[[LinearPlan], LinearPlan]) -> "LayerPlan":
         """Returns the layer with each of its linears changed."""
         return LayerPlan(tuple(replace(block, body=_changed(block.body, change)) for block in self.blocks))
@@ -364,7 +359,8 @@ class DecoderPlan:
             return replace(linear, format=format_of(linear.module))
 
         def with_expert_format(one: ExpertTensor) -> ExpertTensor:  # all experts have that of the first
-            return replace(one, format=format_of(one.tensor.format(expert=0)))
+            kind = format_of(one.tensor.format(expert=0))
+            return replace(one, format=kind, is_transposed=one.is_transposed and kind is PLAIN)
 
         layers = tuple(layer.with_linears(with_format).with_expert_tensors(with_expert_format) for layer in self.layers)
         head = PLAIN if self.head is None else format_of(self.head)
@@ -382,13 +378,18 @@ class DecoderPlan:
     @property
     def formats(self) -> frozenset[WeightFormat]:
         """All formats of weights."""
-        of_layers = {one.format for layer in self.layers for one in (*layer.linears, *layer.expert_tensors)}
-        return frozenset({*of_layers, self.embed_format, self.head_format})
+        return frozenset({*self.layer_formats, self.embed_format, self.head_format})
+
+    @property
+    def layer_formats(self) -> frozenset[WeightFormat]:
+        """The formats of linears and experts."""
+        of_linears = {linear.format for layer in self.layers for linear in layer.linears}
+        return frozenset({*of_linears, *(one.format for moe in self.moes for one in moe.tensors)})
 
     @property
     def is_quantized(self) -> bool:
         """True if some weights of layers are not plain numbers."""
-        return any(one.format is not PLAIN for layer in self.layers for one in (*layer.linears, *layer.expert_tensors))
+        return any(one is not PLAIN for one in self.layer_formats)
 
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:

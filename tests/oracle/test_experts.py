@@ -37,13 +37,13 @@ async def test_requests_in_one_batch_answer_like_peft(subject: Subject, kernel: 
 
 
 async def test_workers_compute_adapters_of_shared_experts_while_they_arrive(subject: Subject) -> None:
-    asked = [(prompt_of(random.Random(name), 60), name) for name in subject.adapters]
+    asked = [(prompt_of(random.Random(3), 60), name) for name in ("r8", "mlp")]
     lora = lora_config(subject.adapters, mode="assisted", link_mb_per_s=0.01, lora_cpus=WORKER_CORES)
     async with running(model_config(subject.model), lora, engine_config(step_tokens=64)) as engine:
         backend = engine._backend
         assert isinstance(backend, CpuBackend)
         assert backend.workers.await_all(timeout_s=30)
-        answers = await asyncio.gather(*(submit(engine, *each, max_tokens=4) for each in asked))
+        answers = await asyncio.gather(*(submit(engine, *each, max_tokens=2) for each in asked))
         assert backend.slices_handed_off > 0
     subject.oracle.check_answers(asked, answers)
 

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from caraserve.model.dtype import to_float32
 from caraserve.model.formats import TensorReader, WeightFormat
-from caraserve.model.formats.mxfp4 import MXFP4
-from caraserve.model.formats.plain import PLAIN
 from caraserve.model.linear_plan import LinearPlan, Rows
 from caraserve.model.plan import Attention, DecoderPlan, ExpertTensor, Mlp, Moe, Norm, Rope
 
@@ -82,14 +80,13 @@ class Executor:
     def _expert(self, body: Moe, one: ExpertTensor, expert: int, x: Floats) -> Floats:
         """Returns one matrix of an expert times rows, and its bias."""
         stored = one.stored_outputs or one.outputs
-        if one.format is MXFP4:
-            weight = MXFP4.values(MXFP4.read(self._read, one.tensor, (body.experts, stored, one.inputs)))[expert]
-        elif one.format is not PLAIN:
-            weight = self._matrix(one.format, one.tensor.format(expert=expert), (stored, one.inputs))
+        shape = (one.inputs, stored) if one.is_transposed else (stored, one.inputs)
+        if "{expert}" in one.tensor:
+            weight = self._matrix(one.format, one.tensor.format(expert=expert), shape)
         else:
-            shape = (one.inputs, stored) if one.is_transposed else (stored, one.inputs)
-            weight = self._of_expert(body, one.tensor, expert, shape)
-            weight = weight.T if one.is_transposed else weight
+            of_all = one.format.read_stacked(self._read, one.tensor, (body.experts, *shape))
+            weight = one.format.values(of_all)[expert].astype(np.float64)
+        weight = weight.T if one.is_transposed else weight
         rows = range(stored) if one.rows is None else one.rows
         out = x @ weight[list(rows)].T
         return out if one.bias is None else out + self._of_expert(body, one.bias, expert, (stored,))[list(rows)]

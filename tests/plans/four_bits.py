@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, to_float32
 from caraserve.model.formats import Matrix, TensorReader
 
@@ -23,6 +24,10 @@ class FourBits:
         outputs, inputs = shape
         scale = to_float32(*tensors(f"{module}.scale", (outputs, inputs // BLOCK)))
         return Matrix({"codes": tensors.codes(module, (outputs, inputs // 2), Code.I8), "scale": scale})
+
+    def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
+        """Raises ModelLoadError."""
+        raise ModelLoadError(f"{tensor}: no experts in four bits are stored so")
 
     def values(self, matrix: Matrix) -> NDArray[np.float32]:
         """Returns code less 8 times scale, rounded once."""

@@ -399,7 +399,7 @@ CHANGES: dict[str, dict[str, Change]] = {
         "gelu": body(Moe, activation="gelu_tanh"),
         "clamped swiglu": body(Moe, activation="clamped_swiglu"),
         "fp8 experts": expert_tensors(lambda one: "{expert}" in one.tensor, format=Fp8(Inputs.KEPT)),
-        "mxfp4 experts": expert_tensors(lambda one: one.tensor.endswith("gate_up_proj"), format=MXFP4),
+        "mxfp4 experts": expert_tensors(lambda one: one.is_transposed, format=MXFP4, is_transposed=False),
     },
     "gated": {
         "no gate": body(Attention, gated=False),

@@ -85,14 +85,16 @@ _low, _high, _scales = _codes(0), _codes(4), vector_load(_emit_scales)
 def expand(site_address, panel, first, count, y):  # type: ignore[no-untyped-def]
     """Writes the weights of some inputs of a panel, fp32 [count, 64]: code times scale."""
     site = site_at(site_address)
-    codes = site.weight + (panel * site.inputs + first) * _HALF_PANEL
-    scales = site.scale + (panel * site.inputs + first) // GROUP * PANEL
-    for row in range(count):
-        at, by, to = codes + row * _HALF_PANEL, scales + row // GROUP * PANEL, y + 4 * PANEL * row
+    for start in range(first, first + count, GROUP):
+        codes = site.weight + (panel * site.inputs + start) * _HALF_PANEL
+        scales, rows = site.scale + (panel * site.inputs + start) // GROUP * PANEL, y + 4 * PANEL * (start - first)
         for lane in range(0, _HALF_PANEL, LANES):
-            vstore(to + 4 * lane, vmul(_low(at + lane), _scales(by + lane)))
             upper = lane + _HALF_PANEL
-            vstore(to + 4 * upper, vmul(_high(at + lane), _scales(by + upper)))
+            low, high = _scales(scales + lane), _scales(scales + upper)
+            for row in range(GROUP):
+                at, to = codes + row * _HALF_PANEL + lane, rows + 4 * PANEL * row
+                vstore(to + 4 * lane, vmul(_low(at), low))
+                vstore(to + 4 * upper, vmul(_high(at), high))
 
 
 KERNELS = WeightKernels(pack, product.address, expand.address)

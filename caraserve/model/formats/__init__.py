@@ -51,6 +51,10 @@ class WeightFormat(Protocol):
     def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
         """Reads a module's weights of shape [outputs, inputs]. Raises ModelLoadError."""
 
+    def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
+        """Reads the weights of all experts from one tensor, or from tensors with its name and endings. Arrays have the
+        experts as their first axis. Raises ModelLoadError, also if the format has none such."""
+
     def values(self, matrix: Matrix) -> NDArray[np.float32]:
         """Returns the weights as numbers, [outputs, inputs]: the reference for kernels."""
 

@@ -25,9 +25,15 @@ class Mxfp4:
 
     name: ClassVar[str] = "mxfp4"
 
-    def read(self, tensors: TensorReader, module: str, shape: tuple[int, ...]) -> Matrix:
-        """Returns `codes` [..., outputs, inputs / 2] and `scale` [..., outputs, inputs / 32] of a shape [..., outputs,
-        inputs]."""
+    def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
+        """Returns `codes` [outputs, inputs / 2] and `scale` [outputs, inputs / 32]."""
+        return self._read(tensors, module, shape)
+
+    def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
+        """Returns what `read` does, of each expert."""
+        return self._read(tensors, tensor, shape)
+
+    def _read(self, tensors: TensorReader, module: str, shape: tuple[int, ...]) -> Matrix:
         *outputs, inputs = shape
         if inputs % GROUP:
             raise ModelLoadError(f"{module} has {inputs} inputs, not a multiple of {GROUP}, which MXFP4 needs")

@@ -20,6 +20,11 @@ class Plain:
         raw, dtype = tensors(f"{module}.weight", shape)
         return Matrix({"weight": raw}, dtype)
 
+    def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
+        """Returns `weight`, as `read` does, in the tensor's shape."""
+        raw, dtype = tensors(tensor, shape)
+        return Matrix({"weight": raw}, dtype)
+
     def values(self, matrix: Matrix) -> NDArray[np.float32]:
         """Returns the weights as float32, exactly."""
         assert matrix.dtype is not None

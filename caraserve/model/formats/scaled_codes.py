@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, decoded
 from caraserve.model.formats import Matrix, TensorReader
 
@@ -31,6 +32,10 @@ class ScaledCodes:
         """Returns `codes` [outputs, inputs] and `scale` [outputs]."""
         codes = tensors.codes(f"{module}.weight", shape, self.code)
         return Matrix({"codes": codes, "scale": tensors.scales(module, shape[0])})
+
+    def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
+        """Raises ModelLoadError."""
+        raise ModelLoadError(f"{tensor}: {self.name} weights of all experts in one tensor are not supported")
 
     def values(self, matrix: Matrix) -> NDArray[np.float32]:
         """Returns code times scale, rounded once."""
