@@ -1,8 +1,8 @@
 """The base model's weights on the device, as its plan describes them; modules that read the same rows form one matrix.
 
 Tensors are allocated in their final place and filled one by one, from a checkpoint's files (`checkpoint.py`) or with
-random numbers on the device, so that no tensor is on the device twice, but for one module at a time whose outputs are
-stored in another order.
+random numbers on the device, so that no tensor is on the device twice, but for one module at a time, or the experts of
+one layer, whose outputs are stored in another order.
 """
 
 from collections.abc import Callable
@@ -13,17 +13,19 @@ from torch import Tensor
 
 from caraserve.errors import ModelLoadError
 from caraserve.gpu.attention.base import NO_WINDOW, LayerAttention
+from caraserve.gpu.kernels.experts import ExpertWeights
 from caraserve.gpu.kernels.heads import Heads, RopeTables
 from caraserve.gpu.kernels.norms import NormWeights
 from caraserve.gpu.linear.base import SCALE, TORCH_CODES, Fill, Linear, LinearLoader
 from caraserve.gpu.linear.dense import DenseLinear
+from caraserve.gpu.linear.experts import load_experts
 from caraserve.gpu.linear.formats import class_of, load_linear
 from caraserve.gpu.linear.quantized import row_blocks
 from caraserve.gpu.supported_plans import check_plan
 from caraserve.model.dtype import Dtype
 from caraserve.model.formats import WeightFormat
 from caraserve.model.linear_plan import LinearPlan
-from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, Norm, Rope
+from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, Moe, Norm, Rope
 from caraserve.model.rope import alibi_slopes, growth_of_q, rope_tables
 from caraserve.util.units import human_bytes
 
@@ -43,6 +45,7 @@ class BlockWeights:
     scalar: float
     heads: Heads | None  # of attention
     attention: LayerAttention | None
+    experts: ExpertWeights | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +178,10 @@ class _Loader:
         heads = attention = None
         if isinstance(block.body, Attention):
             heads, attention = self._heads(block.body, first), self._attention(block.body)
+        experts = load_experts(self._loader, block.body) if isinstance(block.body, Moe) else None
         pre = None if block.reads_first_rows else self._norm(block.pre, self._plan.hidden)
         post = self._norm(block.post, self._plan.hidden)
-        return BlockWeights(pre, post, block.multiplier, scalar, heads, attention)
+        return BlockWeights(pre, post, block.multiplier, scalar, heads, attention, experts)
 
     def _heads(self, body: Attention, group: Group) -> Heads:
         columns = columns_of(group)

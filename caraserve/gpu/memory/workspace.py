@@ -9,9 +9,10 @@ from torch import Tensor
 
 from caraserve.gpu.attention.base import DecodeAttention, Scratch
 from caraserve.gpu.kernels.bgmv_work import PLANES
+from caraserve.gpu.kernels.experts import ExpertRoom
 from caraserve.gpu.linear.base import RoundedRows
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape
-from caraserve.model.plan import DecoderPlan
+from caraserve.model.plan import DecoderPlan, Moe
 from caraserve.util.units import align_up
 
 _SAMPLING_BLOCKS = 128  # each has buffers as large as two rows of logits
@@ -74,6 +75,7 @@ class Workspace:
     weights: Tensor  # float32 [blocks, vocab], for sampling
     counts: Tensor  # int32 [blocks, vocab], zero between launches
     rounded: RoundedRows | None  # if the weights need it
+    experts: ExpertRoom | None  # if layers have any
 
     def decode_parts(self, shape: PassShape, heads: tuple[int, int]) -> list[tuple[slice, Scratch]]:
         """Splits the decoding rows so that the attention scratch of each part fits at this length of context. Returns
@@ -121,7 +123,16 @@ def make_workspace(
         torch.zeros((blocks, plan.vocab_size), dtype=torch.float32, device=device),
         torch.zeros((blocks, plan.vocab_size), dtype=torch.int32, device=device),
         RoundedRows.empty(max(plan.widest_input, plan.hidden), capacity.tokens, device) if rounds_inputs else None,
+        _expert_room(plan, capacity.tokens, dtype, device),
     )
+
+
+def _expert_room(plan: DecoderPlan, tokens: int, dtype: torch.dtype, device: torch.device) -> ExpertRoom | None:
+    bodies = [block.body for layer in plan.layers for block in layer.blocks if isinstance(block.body, Moe)]
+    if not bodies:
+        return None
+    sizes = zip(*((body.top_k, body.experts, body.down.inputs) for body in bodies), strict=True)
+    return ExpertRoom.empty(tokens, *map(max, sizes), plan.hidden, dtype, device)
 
 
 def _scratch(
