@@ -10,8 +10,8 @@ atomics, sums over choices have a fixed order, and the order of a product's sums
 batch, which chooses the tiles (`product_shape`), and on nothing else of the other rows.
 
 With few rows the time is that of reading the chosen experts' weights. Each is read once, by one program for 32 outputs:
-one row of 8 choices among experts of 768 × 2048 has 192 programs for gate and up, and 512 for down, each with 32 to
-64 KiB of weights on their way, more than a memory of 5 TB/s needs; so products are not split along their inputs.
+one row of 8 choices among experts of 768 × 2048 has 192 programs for gate and up, and 512 for down, each with 24 to
+48 KiB of weights on their way, more than a memory of 5 TB/s needs; so products are not split along their inputs.
 """
 
 from collections.abc import Hashable
@@ -30,7 +30,7 @@ from caraserve.util.units import ceil_div
 LAUNCHES = 5
 _LEAST_ROWS = 16  # of a tile
 _FEW, _SOME = 8, 96  # most rows, on average, that an expert has if tiles have 16 or 64
-_SORTED_AT_ONCE = 1024  # choices
+_SORTED_AT_ONCE = 2048  # choices
 _COLUMNS = 512  # per program of the sum
 
 
@@ -294,7 +294,7 @@ def sort(choices: int, experts: int, tile_rows: int, room: ExpertRoom) -> None:
     tiles = most_tiles(choices, experts, tile_rows)
     sort_kernel[(experts,)](
         room.chosen, room.order, room.tiles.expert, room.tiles.first, room.tiles.rows,
-        choices, tiles, tile_rows, 1 if tiles == choices else tile_rows, BLOCK=_SORTED_AT_ONCE, num_warps=4,
+        choices, tiles, tile_rows, 1 if tiles == choices else tile_rows, BLOCK=_SORTED_AT_ONCE, num_warps=8,
     )  # fmt: skip
 
 
