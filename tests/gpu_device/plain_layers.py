@@ -138,10 +138,14 @@ def apply_experts(
     *,
     adds: bool,
 ) -> None:
-    total = torch.zeros_like(out)
-    for row in (position[: len(x)] >= 0).nonzero().flatten().tolist():
+    rows = (position[: len(x)] >= 0).nonzero().flatten().tolist()
+    weights = x.new_zeros((len(x), experts.routing.experts))
+    for row in rows:
         for expert, weight in chosen(logits[row].to(x.dtype), experts.routing):
-            total[row] += weight * expert_output(experts, expert, x[row])
+            weights[row, expert] = weight
+    total = torch.zeros_like(out)
+    for expert in weights.any(0).nonzero().flatten().tolist():
+        total[rows] += weights[rows, expert, None] * expert_output(experts, expert, x[rows])
     out.copy_(out + total if adds else total)
 
 

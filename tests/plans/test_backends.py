@@ -114,8 +114,9 @@ def test_an_adapter_changes_every_module_of_a_plan(name: str, backend: str, is_m
     assert np.nanmax(np.abs(found - expected(plan))) > 0.1
 
 
-def test_layers_of_different_kinds_are_computed_by_captured_graphs() -> None:
-    plan = PLANS["mixed"]()
+@pytest.mark.parametrize("kinds", ["mixed", "experts"])
+def test_layers_of_different_kinds_are_computed_by_captured_graphs(kinds: str) -> None:
+    plan = PLANS[kinds]()
     served = gpu.backend_of(plan, Tensors(), with_graphs=True)
     adapter, deltas = make_adapter(plan, served.host_memory)
     MeasuredBackend(served).load(adapter, 1)
