@@ -131,8 +131,9 @@ def _expert_room(plan: DecoderPlan, tokens: int, dtype: torch.dtype, device: tor
     bodies = [block.body for layer in plan.layers for block in layer.blocks if isinstance(block.body, Moe)]
     if not bodies:
         return None
-    sizes = zip(*((body.top_k, body.experts, body.down.inputs) for body in bodies), strict=True)
-    return ExpertRoom.empty(tokens, *map(max, sizes), plan.hidden, dtype, device)
+    top_k, experts = max(body.top_k for body in bodies), max(body.experts for body in bodies)
+    inner = max(body.down.inputs for body in bodies)
+    return ExpertRoom.empty(tokens, top_k, experts, inner, plan.hidden, dtype, device)
 
 
 def _scratch(

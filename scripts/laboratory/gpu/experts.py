@@ -110,7 +110,7 @@ def _point(
     step.x.copy_(acc.random(generator, rows, shape.hidden))
     logits = [acc.random(generator, rows, shape.experts) for _ in range(_STEPS)]
     for each in logits:
-        chosen += len(each.topk(shape.top_k)[1].unique())
+        chosen += len(set(each.topk(shape.top_k)[1].flatten().tolist()))
 
     def run() -> None:
         for each in logits:
