@@ -17,6 +17,7 @@ from caraserve.util.units import align_up
 
 _SAMPLING_BLOCKS = 128  # each has buffers as large as two rows of logits
 _SCRATCH_BYTES = 256 << 20  # most bytes of attention scratch
+_ROW_STEP = 8  # numbers: rows begin at multiples of 16 bytes, which cuBLAS' fast kernels need, whatever their width
 _ROWS_STEP = 16  # decoding rows are cut at multiples, so that all addresses are multiples of 64 bytes
 
 
@@ -40,12 +41,13 @@ class Activations:
 
         shapes = plan.group_shapes
         hidden, normed, added = (rows(plan.hidden) for _ in range(3))
-        widest = max((sum(shape.widths) for shape in shapes if not shape.is_last), default=0)
+        widest = max((align_up(sum(shape.widths), _ROW_STEP) for shape in shapes if not shape.is_last), default=0)
         projected, body = rows(widest).view(-1), rows(max(shape.inputs for shape in shapes)).view(-1)
         sources = {"stream": hidden, "norm": normed}
 
         def within(memory: Tensor, width: int) -> Tensor:
-            return memory[: tokens * width].view(tokens, width)
+            stride = align_up(width, _ROW_STEP)
+            return memory[: tokens * stride].view(tokens, stride)[:, :width]
 
         return cls(
             hidden,

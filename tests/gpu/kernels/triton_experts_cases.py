@@ -21,6 +21,10 @@ from caraserve.gpu.kernels.experts import (
 from caraserve.model.plan import Activation
 from tests.gpu.honest_dots import honest_dots
 from tests.gpu_device import plain_layers as plain
+from tests.plans import gpu
+from tests.plans.driving import logprobs
+from tests.plans.executor import Executor
+from tests.plans.made_up import PLANS, VOCAB, Tensors
 
 pytestmark = [
     pytest.mark.usefixtures(honest_dots.__name__),
@@ -176,3 +180,14 @@ def test_a_rows_result_does_not_depend_on_the_others() -> None:
     together = results(slice(9))
     for row in range(9):
         assert torch.equal(results(slice(row, row + 1))[0], together[row])
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the raw kernels are those of an emulated device")
+def test_a_decoder_with_experts_computes_the_probabilities_of_its_plan() -> None:
+    plan, tokens = PLANS["experts"](), [(37 * index * index + 11) % VOCAB for index in range(12)]
+    backend = gpu.backend_of(plan, Tensors())
+    found = logprobs(backend, VOCAB, tokens, (9, 1, 2), VOCAB // 2)
+    backend.close()
+    logits = torch.from_numpy(Executor(plan, Tensors()).logits(tokens)[:-1])
+    known = np.isfinite(found)
+    np.testing.assert_allclose(found[known], logits.log_softmax(1).numpy()[known], atol=2e-5)
