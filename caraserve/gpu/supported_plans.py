@@ -54,6 +54,3 @@ def _problems_of_experts(body: Moe) -> Iterator[str]:
         yield f"{body.top_k} experts of a token, from {kept} of {groups} groups that have {body.experts}"
     if body.gate.outputs != body.up.outputs or body.up.outputs != body.down.inputs:
         yield f"experts of {body.gate.outputs}, {body.up.outputs} and {body.down.inputs} numbers"
-    has_gate = any(part.role == "shared_gate" for linear in body.linears for part in linear.parts)
-    if body.out is not None and body.out.bias and has_gate:
-        yield "a bias of a shared expert that has a gate"

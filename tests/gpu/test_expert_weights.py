@@ -170,10 +170,3 @@ def test_dummy_experts_are_random() -> None:
 def test_experts_that_cannot_be_computed_are_refused_before_the_start(fields: dict[str, object], said: str) -> None:
     with pytest.raises(ModelLoadError, match=f"layer 3 has {said}, which a GPU cannot compute"):
         check_plan(body(Moe, **fields)(PLANS["experts"]()))
-
-
-def test_a_gated_shared_expert_with_a_bias_is_refused() -> None:
-    plan = PLANS["experts"]()
-    with_bias = plan.layers[0].with_linears(lambda one: replace(one, bias=True))
-    with pytest.raises(ModelLoadError, match="layer 0 has a bias of a shared expert that has a gate"):
-        check_plan(replace(plan, layers=(with_bias, *plan.layers[1:])))
