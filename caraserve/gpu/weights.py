@@ -24,6 +24,7 @@ from caraserve.gpu.linear.quantized import row_blocks
 from caraserve.gpu.supported_plans import check_plan
 from caraserve.model.dtype import Dtype
 from caraserve.model.formats import WeightFormat
+from caraserve.model.formats.plain import PLAIN
 from caraserve.model.linear_plan import LinearPlan
 from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, Moe, Norm, Rope
 from caraserve.model.rope import alibi_slopes, growth_of_q, rope_tables
@@ -33,6 +34,7 @@ TORCH_DTYPES = {Dtype.F32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.F16:
 DTYPES_OF_TORCH = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
 _DUMMY_STD, _DUMMY_CODES_STD = 0.02, 32.0
 _DUMMY_INPUT_SCALE = 0.05
+_DUMMY_EXPONENT = 120  # 2^-7: random codes of MXFP4 deviate by 2.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,9 @@ class Weights:
 
 
 def num_bytes(plan: DecoderPlan, dtype: torch.dtype) -> int:
-    """Returns the device memory that `load` takes, without norms, biases and rotary tables."""
-    return plan.weight_bytes(dtype.itemsize)
+    """Returns the device memory that `load` takes, without norms, biases and rotary tables. Experts are numbers."""
+    layers = (layer.with_expert_tensors(lambda one: replace(one, format=PLAIN)) for layer in plan.layers)
+    return replace(plan, layers=tuple(layers)).weight_bytes(dtype.itemsize)
 
 
 def progress_steps(plan: DecoderPlan) -> int:
@@ -252,6 +255,8 @@ def dummy(seed: int, device: torch.device) -> Fill:
             target.fill_(_DUMMY_INPUT_SCALE if "input" in name else _DUMMY_STD / _DUMMY_CODES_STD)
         elif target.dim() == 1 or "norm" in name:
             target.fill_(float(not name.endswith("bias")))
+        elif target.dtype is torch.uint8:  # of MXFP4
+            target.fill_(_DUMMY_EXPONENT) if name.endswith("_scales") else target.random_(0, 256, generator=generator)
         elif target.dtype in TORCH_CODES.values():
             for rows in row_blocks(target):
                 codes = target[rows]

@@ -36,17 +36,6 @@ BACKENDS: dict[str, tuple[Make, int]] = {
 }
 
 
-UNSUPPORTED = {("experts", "gpu")}
-
-
-@pytest.fixture(autouse=True)
-def skip_unsupported(request: pytest.FixtureRequest) -> None:
-    """Skips the made-up decoders that a backend refuses."""
-    params = getattr(request.node, "callspec", None) and request.node.callspec.params
-    if params and (params.get("name"), params.get("backend", "cpu")) in UNSUPPORTED:
-        pytest.skip("refused by this backend")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def torch_for_triton() -> Iterator[None]:
     """Replaces the Triton kernels, which tests of their own run, by torch's."""
@@ -128,9 +117,7 @@ def test_layers_of_different_kinds_are_computed_by_captured_graphs(kinds: str) -
 
 
 def test_results_do_not_depend_on_the_pieces_of_a_prompt_or_the_number_of_threads() -> None:
-    for name, make in PLANS.items():
-        if (name, "cpu") in UNSUPPORTED:
-            continue
+    for make in PLANS.values():
         whole = computed("cpu", make())
         assert whole.tobytes() == computed("cpu", make(), (3, 30, 12)).tobytes()
         assert whole.tobytes() == computed("cpu", make(), (3, 30, 12), threads=3).tobytes()

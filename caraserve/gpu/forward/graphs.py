@@ -22,7 +22,7 @@ from caraserve.gpu.kernels.bgmv_work import MOST_ROWS
 from caraserve.gpu.kernels.experts import LAUNCHES
 from caraserve.gpu.kernels.lora import most_segments
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape, all_groups
-from caraserve.model.plan import DecoderPlan, Moe
+from caraserve.model.plan import DecoderPlan
 
 _DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _SEGMENTED_SIZES = (16, 32, 64, 128, 256, 512)
@@ -186,7 +186,7 @@ _PROMPTS, _SEGMENTED_ADAPTERS = 16, 16
 
 def expert_nodes(plan: DecoderPlan) -> int:
     """Returns the kernels of the experts in all layers."""
-    return LAUNCHES * sum(isinstance(block.body, Moe) for layer in plan.layers for block in layer.blocks)
+    return LAUNCHES * len(plan.moes)
 
 
 def shape_for(plan: DecoderPlan, bucket: Bucket, capacity: Capacity, max_context: int) -> PassShape:

@@ -1,7 +1,8 @@
 """Loads the experts of a layer: the matrices of all of them form two tensors, gate above up and down.
 
 A tensor of the checkpoint whose numbers lie as they do here is filled in its place. Others are read into memory of
-their own first, on the device: one expert's, or where the checkpoint has one tensor for all experts, all of it.
+their own first, on the device: one expert's, or where the checkpoint has one tensor for all experts, all of it. Weights
+that are codes become numbers, of the loader's dtype.
 """
 
 from collections.abc import Sequence
@@ -9,8 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from caraserve.errors import ModelLoadError
 from caraserve.gpu.kernels.experts import ExpertWeights, Routing
 from caraserve.gpu.linear.base import LinearLoader
+from caraserve.gpu.linear.formats import class_of
+from caraserve.model.formats import WeightFormat
+from caraserve.model.formats.mxfp4 import MXFP4
+from caraserve.model.formats.plain import PLAIN
 from caraserve.model.linear_plan import Part, accumulated
 from caraserve.model.plan import ExpertTensor, Moe
 
@@ -18,7 +24,10 @@ _EXPERT = "{expert}"
 
 
 def load_experts(loader: LinearLoader, body: Moe) -> ExpertWeights:
-    """Allocates and fills a layer's experts, their biases and the correction of scores."""
+    """Allocates and fills a layer's experts, their biases and the correction of scores. Raises ModelLoadError."""
+    for part in body.tensors:
+        if part.format not in (PLAIN, MXFP4) and (part.is_transposed or _EXPERT not in part.tensor):
+            raise ModelLoadError(f"{part.tensor}: weights of format {part.format.name} are read expert by expert")
     correction = None
     if body.correction is not None:
         correction = loader.filled(body.correction, (body.experts,), torch.float32)
@@ -63,17 +72,27 @@ def _fill_one(
     """Fills the outputs of each part, from its start along `axis` of `target` on, from one stored tensor."""
     one, start = parts[0]
     stored = one.stored_outputs or one.outputs
-    is_transposed = one.is_transposed and target.dim() == axis + 2
+    form = one.format if target.dim() == axis + 2 else PLAIN  # biases are numbers
+    is_transposed = one.is_transposed and target.dim() == axis + 2 and form is PLAIN
     shape = (*target.shape[:axis], stored, *target.shape[axis + 1 :])
     order = [row for part, _ in parts for row in part.rows or range(stored)]
     if order == list(range(stored)) and not is_transposed:
         place = target.narrow(axis, start, stored)
         if place.is_contiguous():
-            loader.fill(name, place)
+            _fill_numbers(loader, form, name, place)
             return
-    found = loader.filled(name, (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape, target.dtype)
+    found = loader.empty((*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape)
+    _fill_numbers(loader, form, name, found)
     values = found.transpose(-1, -2) if is_transposed else found
     for part, start in parts:
         index = Part("", part.rows or range(stored)).index
         chosen = values[index] if axis == 0 else values[:, index]
         target.narrow(axis, start, part.outputs).copy_(chosen)
+
+
+def _fill_numbers(loader: LinearLoader, form: WeightFormat, name: str, target: Tensor) -> None:
+    """Fills `target` with the numbers of a tensor, or of codes and scales named after it."""
+    if form is PLAIN:
+        loader.fill(name, target)
+    else:
+        class_of(form).fill_numbers(name.removesuffix(".weight"), target, loader.fill)

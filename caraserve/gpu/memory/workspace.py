@@ -12,7 +12,7 @@ from caraserve.gpu.kernels.bgmv_work import PLANES
 from caraserve.gpu.kernels.experts import ExpertRoom
 from caraserve.gpu.linear.base import RoundedRows
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape
-from caraserve.model.plan import DecoderPlan, Moe
+from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import align_up
 
 _SAMPLING_BLOCKS = 128  # each has buffers as large as two rows of logits
@@ -130,7 +130,7 @@ def make_workspace(
 
 
 def _expert_room(plan: DecoderPlan, tokens: int, dtype: torch.dtype, device: torch.device) -> ExpertRoom | None:
-    bodies = [block.body for layer in plan.layers for block in layer.blocks if isinstance(block.body, Moe)]
+    bodies = plan.moes
     if not bodies:
         return None
     top_k, experts = max(body.top_k for body in bodies), max(body.experts for body in bodies)
