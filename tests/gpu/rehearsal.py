@@ -97,7 +97,7 @@ SMALL = CheckEffort(
     sampled_rows=(2,),
     product_rows=(1, 70),
     experts=ExpertShape(hidden=48, inner=32, experts=4, top_k=2),
-    expert_rows=(1, 9),
+    expert_rows=(1, 3),
     demo_prompts=1,
     demo_tokens=3,
     demo_streams=3,

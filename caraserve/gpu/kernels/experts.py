@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from caraserve.gpu.kernels.capability import SMALL_SHARED_MEMORY, compute_capability
 from caraserve.gpu.kernels.elementwise import gated
 from caraserve.model.plan import Activation
 from caraserve.util.units import ceil_div
@@ -30,6 +31,7 @@ from caraserve.util.units import ceil_div
 LAUNCHES = 5
 _LEAST_ROWS = 16  # of a tile
 _FEW, _SOME = 8, 96  # most rows, on average, that an expert has if tiles have 16 or 64
+_WIDE_CAPABILITY = 90  # from it on accumulators of 128 × 256 leave registers for the rest
 _SORTED_AT_ONCE = 2048  # choices
 _COLUMNS = 512  # per program of the sum
 
@@ -262,16 +264,24 @@ def most_tiles(choices: int, experts: int, tile_rows: int) -> int:
     return min(choices, choices // tile_rows + experts)
 
 
-def product_shape(choices: int, experts: int, dtype: torch.dtype, *, is_gated: bool) -> dict[str, Any]:
+def product_shape(choices: int, weight: Tensor, *, is_gated: bool) -> dict[str, Any]:
     """Returns tile sizes and launch options of a grouped product, by the mean number of an expert's rows. Tiles are
-    larger than that, so that most experts have one, whose programs read its weights once."""
-    if dtype is torch.float32:
+    larger than that, so that most experts have one, whose programs read its weights once. With many rows the tiles of
+    GPUs that have the registers and shared memory for it are twice as wide, and read half as much for each sum.
+
+    weight: [experts, outputs, inputs]."""
+    experts = len(weight)
+    if weight.dtype is torch.float32:
         return {"BM": _LEAST_ROWS, "BN": 32, "BK": 32, "num_warps": 4, "num_stages": 3}
     if choices <= _FEW * experts:
         return {"BM": _LEAST_ROWS, "BN": 32, "BK": 128, "num_warps": 4, "num_stages": 4}
     if choices <= _SOME * experts:
         return {"BM": 64, "BN": 64 if is_gated else 128, "BK": 64, "num_warps": 4, "num_stages": 3}
-    return {"BM": 128, "BN": 64 if is_gated else 128, "BK": 64, "num_warps": 8, "num_stages": 3}
+    width = 64 if is_gated else 128
+    capability, are_aligned = compute_capability(weight.device), all(size % 16 == 0 for size in weight.shape[1:])
+    if capability >= _WIDE_CAPABILITY and capability not in SMALL_SHARED_MEMORY and are_aligned:
+        width *= 2
+    return {"BM": 128, "BN": width, "BK": 64, "num_warps": 8, "num_stages": 3}
 
 
 def route(logits: Tensor, position: Tensor, how: Routing, room: ExpertRoom) -> None:
@@ -344,7 +354,8 @@ def apply_experts(
     """
     how, rows = experts.routing, len(x)
     choices = rows * how.top_k
-    first, second = (product_shape(choices, how.experts, x.dtype, is_gated=is_gated) for is_gated in (True, False))
+    first = product_shape(choices, experts.gate_up, is_gated=True)
+    second = product_shape(choices, experts.down, is_gated=False)
     tiles = most_tiles(choices, how.experts, first["BM"])
     route(logits, position, how, room)
     sort(choices, how.experts, first["BM"], room)

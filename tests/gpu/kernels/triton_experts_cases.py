@@ -158,7 +158,7 @@ def check(rows: int, how: Routing, kind: Activation, dtype: torch.dtype, *, has_
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("rows", [1, 3, 25, 260])  # tiles of 16, of 64 and of 128 rows
 def test_rows_are_the_weighted_sums_of_their_experts_outputs(rows: int, dtype: torch.dtype) -> None:
-    if rows < 100 or dtype is not F32:
+    if rows < 100 or dtype is BF16:  # which takes the interpreter a second
         check(rows, Routing(5, 2), "silu", dtype, has_bias=rows == 3, adds=rows == 25)
 
 

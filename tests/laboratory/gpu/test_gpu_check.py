@@ -69,7 +69,7 @@ def test_quick_stages_and_what_the_sanitizer_runs_succeed_on_an_emulated_device(
     assert (figures["llama3"]["long"]["tokens"], len(figures["llama3"]["long"]["chunk_ms"])) == (17, 2)
     assert set(figures["llama3"]["long"]["decode_ms"]) == {"1", "2"}
     assert [point["way"] for point in figures["sampling"]["points"]] == ["greedy", "top-p", "top-p and top-k"]
-    assert [point["rows"] for point in figures["experts"]["points"]] == [1, 9]
+    assert [point["rows"] for point in figures["experts"]["points"]] == [1, 3]
     assert figures["experts"]["points"][0]["chosen"] == 2
     assert set(figures["startup"]["starts"]) == {"EAGER", "LAZY"}
     transfers = [start["parts"]["weights"] for start in figures["startup"]["starts"].values()]
