@@ -28,7 +28,7 @@ from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
 from caraserve.gpu.forward.batch import BatchWriter, DeviceBatch, make_batch
 from caraserve.gpu.forward.decoder import Decoder, DecoderPass, issue_pass
-from caraserve.gpu.forward.graphs import NODE_BYTES, Bucket, CapturedGraphs, GraphSet
+from caraserve.gpu.forward.graphs import NODE_BYTES, Bucket, CapturedGraphs, GraphSet, expert_nodes
 from caraserve.gpu.forward.iteration import IterationRunner, LaneResources
 from caraserve.gpu.forward.warm_up import issue_products, product_rows, warm_up_shapes
 from caraserve.gpu.memory.adapter_tables import AdapterTables
@@ -155,7 +155,7 @@ class BackendParts:
             sizes.num_slots,
             sizes.max_step_tokens,
             sizes.graph_bytes - chunk_bytes,
-            len(plan.layers) * _NODES_PER_LAYER * NODE_BYTES,
+            (len(plan.layers) * _NODES_PER_LAYER + expert_nodes(plan)) * NODE_BYTES,
             merging=sizes.merging,
         )
         iterations, assist = self.lanes

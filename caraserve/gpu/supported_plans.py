@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from caraserve.core.lora_layout import A_COLUMNS
 from caraserve.cpu.handoff import MOST_SITES
 from caraserve.errors import ModelLoadError
-from caraserve.model.plan import Attention, Block, DecoderPlan, Mlp
+from caraserve.model.plan import Attention, Block, DecoderPlan, Mlp, Moe
 
 _WIDEST_HEAD = 256  # with wider ones the attention of prompts needs more shared memory than there is
 
@@ -40,5 +40,17 @@ def _problems(block: Block) -> Iterator[str]:
     elif isinstance(body, Mlp):
         if body.activation == "clamped_swiglu" and not body.is_gated:
             yield "clamped_swiglu without a gate"
+    elif isinstance(body, Moe):
+        yield from _problems_of_experts(body)
     else:
         yield f"a {type(body).__name__}"
+
+
+def _problems_of_experts(body: Moe) -> Iterator[str]:
+    groups, kept, _ = body.groups or (1, 1, "max")
+    if groups < 1 or body.experts % groups:
+        yield f"{body.experts} experts in {groups} groups"
+    elif not 0 < kept <= groups or not 0 < body.top_k <= kept * (body.experts // groups):
+        yield f"{body.top_k} experts of a token, from {kept} of {groups} groups that have {body.experts}"
+    if body.gate.outputs != body.up.outputs or body.up.outputs != body.down.inputs:
+        yield f"experts of {body.gate.outputs}, {body.up.outputs} and {body.down.inputs} numbers"

@@ -1,8 +1,8 @@
 """The base model's weights on the device, as its plan describes them; modules that read the same rows form one matrix.
 
 Tensors are allocated in their final place and filled one by one, from a checkpoint's files (`checkpoint.py`) or with
-random numbers on the device, so that no tensor is on the device twice, but for one module at a time whose outputs are
-stored in another order.
+random numbers on the device, so that no tensor is on the device twice, but for one module at a time, or the experts of
+one layer, whose outputs are stored in another order.
 """
 
 from collections.abc import Callable
@@ -13,17 +13,20 @@ from torch import Tensor
 
 from caraserve.errors import ModelLoadError
 from caraserve.gpu.attention.base import NO_WINDOW, LayerAttention
+from caraserve.gpu.kernels.experts import ExpertWeights
 from caraserve.gpu.kernels.heads import Heads, RopeTables
 from caraserve.gpu.kernels.norms import NormWeights
 from caraserve.gpu.linear.base import SCALE, TORCH_CODES, Fill, Linear, LinearLoader
 from caraserve.gpu.linear.dense import DenseLinear
+from caraserve.gpu.linear.experts import load_experts
 from caraserve.gpu.linear.formats import class_of, load_linear
 from caraserve.gpu.linear.quantized import row_blocks
 from caraserve.gpu.supported_plans import check_plan
 from caraserve.model.dtype import Dtype
 from caraserve.model.formats import WeightFormat
+from caraserve.model.formats.plain import PLAIN
 from caraserve.model.linear_plan import LinearPlan
-from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, Norm, Rope
+from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, Moe, Norm, Rope
 from caraserve.model.rope import alibi_slopes, growth_of_q, rope_tables
 from caraserve.util.units import human_bytes
 
@@ -31,6 +34,7 @@ TORCH_DTYPES = {Dtype.F32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.F16:
 DTYPES_OF_TORCH = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
 _DUMMY_STD, _DUMMY_CODES_STD = 0.02, 32.0
 _DUMMY_INPUT_SCALE = 0.05
+_DUMMY_EXPONENT = 120  # 2^-7: random codes of MXFP4 deviate by 2.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class BlockWeights:
     scalar: float
     heads: Heads | None  # of attention
     attention: LayerAttention | None
+    experts: ExpertWeights | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +84,9 @@ class Weights:
 
 
 def num_bytes(plan: DecoderPlan, dtype: torch.dtype) -> int:
-    """Returns the device memory that `load` takes, without norms, biases and rotary tables."""
-    return plan.weight_bytes(dtype.itemsize)
+    """Returns the device memory that `load` takes, without norms, biases and rotary tables. Experts are numbers."""
+    layers = (layer.with_expert_tensors(lambda one: replace(one, format=PLAIN)) for layer in plan.layers)
+    return replace(plan, layers=tuple(layers)).weight_bytes(dtype.itemsize)
 
 
 def progress_steps(plan: DecoderPlan) -> int:
@@ -175,9 +181,10 @@ class _Loader:
         heads = attention = None
         if isinstance(block.body, Attention):
             heads, attention = self._heads(block.body, first), self._attention(block.body)
+        experts = load_experts(self._loader, block.body) if isinstance(block.body, Moe) else None
         pre = None if block.reads_first_rows else self._norm(block.pre, self._plan.hidden)
         post = self._norm(block.post, self._plan.hidden)
-        return BlockWeights(pre, post, block.multiplier, scalar, heads, attention)
+        return BlockWeights(pre, post, block.multiplier, scalar, heads, attention, experts)
 
     def _heads(self, body: Attention, group: Group) -> Heads:
         columns = columns_of(group)
@@ -248,6 +255,8 @@ def dummy(seed: int, device: torch.device) -> Fill:
             target.fill_(_DUMMY_INPUT_SCALE if "input" in name else _DUMMY_STD / _DUMMY_CODES_STD)
         elif target.dim() == 1 or "norm" in name:
             target.fill_(float(not name.endswith("bias")))
+        elif target.dtype is torch.uint8:  # of MXFP4
+            target.fill_(_DUMMY_EXPONENT) if name.endswith("_scales") else target.random_(0, 256, generator=generator)
         elif target.dtype in TORCH_CODES.values():
             for rows in row_blocks(target):
                 codes = target[rows]

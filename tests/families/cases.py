@@ -276,7 +276,7 @@ CASES: dict[str, Case] = {
             "num_experts": 6,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 40,
+            "shared_expert_intermediate_size": 48,
             "norm_topk_prob": False,
             "decoder_sparse_step": 2,
             "use_sliding_window": True,

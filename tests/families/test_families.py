@@ -63,8 +63,6 @@ def test_a_backend_gives_the_logits_of_peft(name: str, backend: str, made: Calla
     """Without an adapter, and with two, one after another; a prompt in pieces."""
     model, (make_backend, alternatives) = made(name), BACKENDS[backend]
     plan = load_plan(model.folder)
-    if backend == "gpu" and plan.moes:
-        pytest.skip("refused by this backend")
     with FolderReader(model.folder, plan.stored_names) as read:
         served = make_backend(plan, read)
     try:

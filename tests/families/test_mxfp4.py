@@ -1,6 +1,7 @@
 """A GPT-OSS checkpoint with experts in MXFP4 gives the logits of transformers with the numbers that they stand for."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from caraserve.model.families import load_plan
 from caraserve.model.folder_reader import FolderReader
 from tests.families.cases import CASES, VOCAB, arguments_of
 from tests.families.model import TOKENS, logits_of, randomise
-from tests.families.test_families import compare
-from tests.plans import cpu
+from tests.families.test_families import BACKENDS, compare
+from tests.gpu.torch_kernels import torch_kernels
 from tests.plans.driving import logprobs
 
 CASE = CASES["gpt-oss"]
@@ -46,24 +47,33 @@ def write(folder: Path) -> tuple[Path, Any]:
     return folder, model
 
 
-def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def torch_for_triton() -> Iterator[None]:
+    """Replaces the Triton kernels by torch's."""
+    with torch_kernels():
+        yield
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_in_mxfp4_are_those_of_transformers(backend: str, tmp_path: Path) -> None:
     folder, model = write(tmp_path)
-    plan = load_plan(folder)
+    plan, (backend_of, alternatives) = load_plan(folder), BACKENDS[backend]
     with FolderReader(folder) as read:
-        served = cpu.backend_of(plan, read)
+        served = backend_of(plan, read)
     try:
-        compare(logprobs(served, VOCAB, TOKENS, (17, 1, 22), VOCAB), logits_of(model))
+        compare(logprobs(served, VOCAB, TOKENS, (17, 1, 22), alternatives), logits_of(model))
     finally:
         served.close()
     experts = 2 * 5 * 3 * 96 * 64
     assert plan.weight_bytes(4) == 4 * (plan.num_parameters - experts) + experts * 17 // 32
 
 
-def test_a_scale_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_scale_that_is_not_a_number_is_refused(backend: str, tmp_path: Path) -> None:
     folder, _ = write(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.experts.down_proj_scales"][4, 95, 1] = 255
     save_file(tensors, folder / "model.safetensors")
     refusal = pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.experts\.down_proj_scales has 255")
     with FolderReader(folder) as read, refusal:
-        cpu.backend_of(load_plan(folder), read)
+        BACKENDS[backend][0](load_plan(folder), read)

@@ -30,7 +30,7 @@ from scripts.laboratory.gpu.device_facts import DeviceFacts
 from scripts.laboratory.gpu.processes import Known, StageProcess
 from scripts.laboratory.gpu.results import StageReport
 from scripts.laboratory.gpu.run import ResultsFile, check
-from scripts.laboratory.gpu.setup import CheckEffort, CheckSetup, DeviceLimits, Opened, known_limits
+from scripts.laboratory.gpu.setup import CheckEffort, CheckSetup, DeviceLimits, ExpertShape, Opened, known_limits
 from scripts.laboratory.gpu.stages import STAGES, Stage, find_stage
 from tests.gpu.fast_interpreter import speed_up
 from tests.gpu.honest_dots import use_honest_dots
@@ -96,6 +96,8 @@ SMALL = CheckEffort(
     warm_adapter_slots=5,
     sampled_rows=(2,),
     product_rows=(1, 70),
+    experts=ExpertShape(hidden=48, inner=32, experts=4, top_k=2),
+    expert_rows=(1, 3),
     demo_prompts=1,
     demo_tokens=3,
     demo_streams=3,

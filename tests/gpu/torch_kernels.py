@@ -29,6 +29,10 @@ from tests.gpu_device import plain_layers
 from tests.gpu_device.nearest_codes import nearest_codes
 from tests.gpu_device.plain_layers import attend
 
+_LAYERS = (
+    *("embed", "add_and_norm", "rotate_and_append", "activate", "multiply_by_gate", "apply_experts", "cap_logits"),
+)
+
 
 @contextmanager
 def torch_kernels() -> Iterator[None]:
@@ -37,7 +41,7 @@ def torch_kernels() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("embed", "add_and_norm", "rotate_and_append", "activate", "multiply_by_gate", "cap_logits"):
+        for name in _LAYERS:
             patch.setattr(decoder, name, getattr(plain_layers, name))
         patch.setattr(TritonDecode, "attend", attend_decode)
         patch.setattr(TritonPrefill, "attend", attend_prefill)

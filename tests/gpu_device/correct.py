@@ -16,6 +16,7 @@ from scripts.laboratory.gpu.backends import TINY_CONTEXT, TinyModel, cpu_backend
 from scripts.laboratory.gpu.results import Lines, StageResult, WrongResult
 from scripts.laboratory.gpu.session import Prompt, Session, tokens
 from scripts.laboratory.gpu.setup import CheckSetup
+from tests.gpu_device.correct_experts import check_experts
 from tests.gpu_device.correct_lora import check_bgmv, check_prefill_lora
 from tests.gpu_device.correct_model import check_attention, check_layers, check_rotation
 from tests.gpu_device.correct_quantized import check_quantized
@@ -30,6 +31,7 @@ CHECKS: dict[str, Check] = {
     "rotation and KV append": check_rotation,
     "norm, SiLU, embedding": check_layers,
     "quantised weights": check_quantized,
+    "experts": check_experts,
     "sampling": check_sampling,
     "small arrays and words": check_words,
 }

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from caraserve.gpu.attention.base import LayerAttention
 from caraserve.gpu.forward.batch import NO_TOKEN
+from caraserve.gpu.kernels.experts import ExpertRoom, ExpertWeights, Routing
 from caraserve.gpu.kernels.heads import Heads, RopeTables
 from caraserve.gpu.kernels.norms import NormWeights
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
@@ -102,14 +103,16 @@ def _rotated(x: Tensor, tokens: TokenTables, rope: RopeTables) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], 2)
 
 
-def activate(gate: Tensor | None, up: Tensor, out: Tensor, kind: Activation) -> None:
-    if gate is None:
-        out.copy_(_activated(up, kind))
-    elif kind == "clamped_swiglu":
+def activate(gate: Tensor | None, up: Tensor, out: Tensor, kind: Activation, row_gate: Tensor | None = None) -> None:
+    result = _activated(up, kind) if gate is None else _gated(gate, up, kind)
+    out.copy_(result if row_gate is None else result * torch.sigmoid(row_gate))
+
+
+def _gated(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
+    if kind == "clamped_swiglu":
         low = gate.clamp(max=7.0)
-        out.copy_((up.clamp(-7.0, 7.0) + 1) * low * torch.sigmoid(1.702 * low))
-    else:
-        out.copy_(_activated(gate, kind) * up)
+        return (up.clamp(-7.0, 7.0) + 1) * low * torch.sigmoid(1.702 * low)
+    return _activated(gate, kind) * up
 
 
 def _activated(x: Tensor, kind: Activation) -> Tensor:
@@ -123,6 +126,55 @@ def _activated(x: Tensor, kind: Activation) -> Tensor:
 
 def multiply_by_gate(attended: Tensor, gate: Tensor) -> None:
     attended.mul_(torch.sigmoid(gate))
+
+
+def apply_experts(
+    x: Tensor,
+    logits: Tensor,
+    position: Tensor,
+    experts: ExpertWeights,
+    room: ExpertRoom | None,
+    out: Tensor,
+    *,
+    adds: bool,
+) -> None:
+    rows = (position[: len(x)] >= 0).nonzero().flatten().tolist()
+    weights = x.new_zeros((len(x), experts.routing.experts))
+    for row in rows:
+        for expert, weight in chosen(logits[row].to(x.dtype), experts.routing):
+            weights[row, expert] = weight
+    total = torch.zeros_like(out)
+    for expert in weights.any(0).nonzero().flatten().tolist():
+        total[rows] += weights[rows, expert, None] * expert_output(experts, expert, x[rows])
+    out.copy_(out + total if adds else total)
+
+
+def expert_output(experts: ExpertWeights, expert: int, x: Tensor) -> Tensor:
+    """Computes one expert's output for rows of x, in the dtype of x."""
+
+    def product(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+        out = x @ weight[expert].to(x.dtype).T
+        return out if bias is None else out + bias[expert].to(x.dtype)
+
+    gate, up = product(experts.gate_up, experts.gate_up_bias, x).chunk(2, -1)
+    return product(experts.down, experts.down_bias, _gated(gate, up, experts.activation))
+
+
+def chosen(logits: Tensor, how: Routing) -> list[tuple[int, Tensor]]:
+    """Returns the experts of one row, best first, and their weights."""
+    scores = torch.sigmoid(logits) if how.scores == "sigmoid" else logits.softmax(-1)
+    key = scores if how.correction is None else scores + how.correction
+    if how.groups is not None:
+        groups, kept, score = how.groups
+        grouped = key.view(groups, -1)
+        best = grouped.amax(1) if score == "max" else grouped.sort(1, descending=True)[0][:, :2].sum(1)
+        dropped = best.sort(descending=True, stable=True)[1][kept:]
+        key = grouped.index_fill(0, dropped, float("-inf")).flatten()
+    order = key.sort(descending=True, stable=True)[1][: how.top_k]
+    weights = scores[order]
+    if how.normalise:
+        weights = weights / (weights.sum() + (1e-20 if how.scores == "sigmoid" else 0.0))
+    return list(zip(order.tolist(), weights * how.scale, strict=True))
 
 
 def cap_logits(logits: Tensor, scale: float, cap: float | None) -> None:

@@ -36,17 +36,6 @@ BACKENDS: dict[str, tuple[Make, int]] = {
 }
 
 
-UNSUPPORTED = {("experts", "gpu")}
-
-
-@pytest.fixture(autouse=True)
-def skip_unsupported(request: pytest.FixtureRequest) -> None:
-    """Skips the made-up decoders that a backend refuses."""
-    params = getattr(request.node, "callspec", None) and request.node.callspec.params
-    if params and (params.get("name"), params.get("backend", "cpu")) in UNSUPPORTED:
-        pytest.skip("refused by this backend")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def torch_for_triton() -> Iterator[None]:
     """Replaces the Triton kernels, which tests of their own run, by torch's."""
@@ -114,8 +103,9 @@ def test_an_adapter_changes_every_module_of_a_plan(name: str, backend: str, is_m
     assert np.nanmax(np.abs(found - expected(plan))) > 0.1
 
 
-def test_layers_of_different_kinds_are_computed_by_captured_graphs() -> None:
-    plan = PLANS["mixed"]()
+@pytest.mark.parametrize("kinds", ["mixed", "experts"])
+def test_layers_of_different_kinds_are_computed_by_captured_graphs(kinds: str) -> None:
+    plan = PLANS[kinds]()
     served = gpu.backend_of(plan, Tensors(), with_graphs=True)
     adapter, deltas = make_adapter(plan, served.host_memory)
     MeasuredBackend(served).load(adapter, 1)
@@ -127,9 +117,7 @@ def test_layers_of_different_kinds_are_computed_by_captured_graphs() -> None:
 
 
 def test_results_do_not_depend_on_the_pieces_of_a_prompt_or_the_number_of_threads() -> None:
-    for name, make in PLANS.items():
-        if (name, "cpu") in UNSUPPORTED:
-            continue
+    for make in PLANS.values():
         whole = computed("cpu", make())
         assert whole.tobytes() == computed("cpu", make(), (3, 30, 12)).tobytes()
         assert whole.tobytes() == computed("cpu", make(), (3, 30, 12), threads=3).tobytes()

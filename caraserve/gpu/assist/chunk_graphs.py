@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.forward.decoder import Decoder
-from caraserve.gpu.forward.graphs import NODE_BYTES
+from caraserve.gpu.forward.graphs import NODE_BYTES, expert_nodes
 from caraserve.gpu.forward.lanes import CapturedPass, PassCapturer
 from caraserve.gpu.forward.lora_pass import HandOffMemory
 from caraserve.gpu.kernels.lora import most_segments
@@ -99,7 +99,8 @@ def _nodes(plan: DecoderPlan, groups: frozenset[int]) -> int:
     """Returns the kernels of a pass that hands off these group shapes. A layer of a Llama, with four groups, has nine
     kernels besides: four products, two norms, one for q and k, attention and the activation."""
     hand_offs = sum(len(groups.intersection(shapes)) for shapes in plan.shapes_of_groups)
-    return sum(2 * len(shapes) + 1 for shapes in plan.shapes_of_groups) + _NODES_PER_HAND_OFF * hand_offs
+    own = sum(2 * len(shapes) + 1 for shapes in plan.shapes_of_groups) + expert_nodes(plan)
+    return own + _NODES_PER_HAND_OFF * hand_offs
 
 
 def _shape(tokens: int, groups: frozenset[int], tile_tokens: int) -> PassShape:

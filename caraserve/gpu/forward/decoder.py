@@ -17,6 +17,7 @@ from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.forward.batch import DeviceBatch
 from caraserve.gpu.forward.lora_pass import HandOffMemory, LoraLane, LoraPass
 from caraserve.gpu.kernels.elementwise import activate, cap_logits, embed, multiply_by_gate
+from caraserve.gpu.kernels.experts import apply_experts
 from caraserve.gpu.kernels.heads import rotate_and_append
 from caraserve.gpu.kernels.norms import NormWeights, add_and_norm
 from caraserve.gpu.kernels.sampling import Outputs, SamplerState, sample, score
@@ -26,11 +27,12 @@ from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.memory.request_state import DeviceState
 from caraserve.gpu.memory.workspace import Workspace
 from caraserve.gpu.weights import BlockWeights, Weights, columns_of
-from caraserve.model.plan import Attention, DecoderPlan, Group, Mlp
+from caraserve.model.plan import Attention, DecoderPlan, Group, Mlp, Moe
 
 
 def decoder_layer(steps: "DecoderPass", layer: int, stream: Stream) -> None:
-    """Issues one decoder layer on `stream`: for each block its first step, projections, body, and output."""
+    """Issues one decoder layer on `stream`: for each block its first step, projections, body, and output; the experts
+    read what the first projections have read and written."""
 
     def linear(group: Group) -> None:
         """Computes the base product of the modules that read the same rows, and their LoRA."""
@@ -46,7 +48,9 @@ def decoder_layer(steps: "DecoderPass", layer: int, stream: Stream) -> None:
         steps.begin_block(block, stream)
         linear(block.first)
         steps.compute_body(block, stream)
-        linear(block.last)
+        if block.last is not None:
+            linear(block.last)
+        steps.add_experts(block, stream)
 
 
 def issue_pass(
@@ -62,12 +66,12 @@ def issue_pass(
 
 @dataclass(frozen=True, slots=True)
 class BlockSteps:
-    """A block of a layer, its two groups, and the block before it, whose result it adds; None: there is none."""
+    """A block of a layer, its groups, and the block before it, whose result it adds; None: there is none."""
 
     layer: int
-    body: Attention | Mlp
+    body: Attention | Mlp | Moe
     first: Group
-    last: Group
+    last: Group | None  # None: experts compute all that the block adds
     columns: Mapping[str, slice]  # of each role in what the first group writes
     before: BlockWeights | None
     weights: BlockWeights
@@ -79,8 +83,9 @@ def block_steps(plan: DecoderPlan, weights: Weights) -> list[list[BlockSteps]]:
     for index, layer in enumerate(plan.layers):
         blocks = []
         for number, (block, own) in enumerate(zip(layer.blocks, weights.layers[index].blocks, strict=True)):
-            first, last = (group for group in layer.groups if group.block == number)
-            assert isinstance(block.body, Attention | Mlp)
+            first, *others = (group for group in layer.groups if group.block == number)
+            last = others[0] if others else None
+            assert isinstance(block.body, Attention | Mlp | Moe)
             blocks.append(BlockSteps(index, block.body, first, last, columns_of(first), before, own))
             before = own
         made.append(blocks)
@@ -226,15 +231,31 @@ class DecoderPass:
         self._assisted_lora().add_handed_off(layer, group, stream)
 
     def compute_body(self, block: BlockSteps, stream: Stream) -> None:
-        """Computes what lies between a block's projections: attention, or the MLP's activation."""
+        """Computes what lies between a block's projections: attention, or the activation of an MLP or of a shared
+        expert."""
+        if block.last is None:
+            return
         first, last = (self._shapes[block.layer][group.index] for group in (block.first, block.last))
         projected, out = self._rows.outputs[first], self._rows.inputs[last]
         if isinstance(block.body, Attention):
             self._attend(block, block.body, projected, out, stream)
         else:
-            gate = self._of_role(block, "gate") if "gate" in block.columns else None
+            gate, row_gate = (
+                self._of_role(block, role) if role in block.columns else None for role in ("gate", "shared_gate")
+            )
             up, kind = self._of_role(block, "up"), block.body.activation
-            self._run(stream, lambda: activate(gate, up, out, kind))
+            self._run(stream, lambda: activate(gate, up, out, kind, row_gate))
+
+    def add_experts(self, block: BlockSteps, stream: Stream) -> None:
+        """Computes what a block's experts add to the output of its shared expert, or its output if there is none."""
+        experts, room = block.weights.experts, self._decoder.workspace.experts
+        if experts is None:
+            return
+        assert room is not None
+        x, added = self._rows.inputs[self._shapes[block.layer][block.first.index]], self._rows.added
+        logits, position = self._of_role(block, "router"), self._decoder.batch.tokens.position
+        adds = block.last is not None
+        self._run(stream, lambda: apply_experts(x, logits, position, experts, room, added, adds=adds))
 
     def sample(self, stream: Stream) -> None:
         """Computes logits of the wanted tokens, samples and scores, as many rows of logits at a time as the

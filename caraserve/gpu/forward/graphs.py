@@ -19,6 +19,7 @@ from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.forward.decoder import DecoderPass
 from caraserve.gpu.forward.lanes import CapturedPass, PassCapturer
 from caraserve.gpu.kernels.bgmv_work import MOST_ROWS
+from caraserve.gpu.kernels.experts import LAUNCHES
 from caraserve.gpu.kernels.lora import most_segments
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape, all_groups
 from caraserve.model.plan import DecoderPlan
@@ -181,6 +182,11 @@ class GraphSet:
 # Most prompts of a mixed graph, and adapters that have prompts or many decoding rows: programs for more than the batch
 # has would start for nothing. A batch that exceeds them is launched kernel by kernel.
 _PROMPTS, _SEGMENTED_ADAPTERS = 16, 16
+
+
+def expert_nodes(plan: DecoderPlan) -> int:
+    """Returns the kernels of the experts in all layers."""
+    return LAUNCHES * len(plan.moes)
 
 
 def shape_for(plan: DecoderPlan, bucket: Bucket, capacity: Capacity, max_context: int) -> PassShape:

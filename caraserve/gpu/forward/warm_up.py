@@ -2,8 +2,9 @@
 that are.
 
 Triton compiles a kernel again for other alignments of its pointers and for some values of its sizes. cuBLAS has many
-kernels for one product, loads each at its first use, and chooses among them by the number of rows. The kernels of a
-graph run before it is captured; passes that are launched kernel by kernel may have any number of rows.
+kernels for one product, loads each at its first use, and chooses among them by the number of rows; so do the products
+of experts among their tiles. The kernels of a graph run before it is captured; passes that are launched kernel by
+kernel may have any number of rows.
 """
 
 import logging
@@ -13,7 +14,7 @@ from typing import Any
 from triton import knobs
 
 from caraserve.gpu.driver.api import Stream
-from caraserve.gpu.forward.decoder import Decoder
+from caraserve.gpu.forward.decoder import BlockSteps, Decoder
 from caraserve.gpu.linear.base import Linear
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape
 
@@ -48,7 +49,8 @@ def product_rows(most: int) -> list[int]:
 
 
 def issue_products(decoder: Decoder, rows: int, stream: Stream) -> None:
-    """Multiplies `rows` rows by the head's weights, and by the first linear of each group shape and kernels."""
+    """Multiplies `rows` rows by the head's weights, by the first linear of each group shape and kernels, and by the
+    first experts of each kind; the batch must have no rows."""
     workspace, weights = decoder.workspace, decoder.weights
     activations, count = workspace.activations.first(rows), min(rows, len(workspace.logits))
     first: dict[tuple[int, Hashable], Linear] = {}
@@ -56,12 +58,27 @@ def issue_products(decoder: Decoder, rows: int, stream: Stream) -> None:
         for linear, shape in zip(layer.linears, shapes, strict=True):
             first.setdefault((shape, linear.kernels), linear)
 
+    steps = decoder.make_pass(PassShape(rows, 0, 0, 0, 0, has_items=False, context=0, groups=frozenset()))
+    for block in _first_experts(decoder):
+        steps.add_experts(block, stream)
+
     def issue() -> None:
         for (shape, _), linear in first.items():
             linear.apply(activations.inputs[shape], activations.outputs[shape], workspace.rounded)
         weights.head.apply(workspace.wanted[:count], workspace.logits[:count], workspace.rounded)
 
     decoder.driver.run(stream, issue)
+
+
+def _first_experts(decoder: Decoder) -> list[BlockSteps]:
+    """Returns the first block of those whose experts have the same kernels and find their inputs alike."""
+    first: dict[Hashable, BlockSteps] = {}
+    shapes = decoder.plan.shapes_of_groups
+    for block in (block for blocks in decoder.blocks for block in blocks):
+        if block.weights.experts is not None:
+            at = shapes[block.layer][block.first.index], block.last is None
+            first.setdefault((at, block.weights.experts.kernels), block)
+    return list(first.values())
 
 
 class LateKernels:

@@ -58,9 +58,22 @@ def _activated(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def gated(g, u, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns activation(g) · u in fp32. A NaN stays one."""
+    if KIND == "clamped_swiglu":
+        g = tl.minimum(g, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.minimum(u, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.maximum(u, -7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
+        result = g * _sigmoid(1.702 * g) * u
+    else:
+        result = _activated(g, KIND) * u
+    return result
+
+
+@triton.jit
 def activate_kernel(  # type: ignore[no-untyped-def]
-    gate, up, out, gate_stride, up_stride, out_stride, width,
-    KIND: tl.constexpr, IS_GATED: tl.constexpr, BLOCK: tl.constexpr,
+    gate, up, row_gate, out, gate_stride, up_stride, row_gate_stride, out_stride, width,
+    KIND: tl.constexpr, IS_GATED: tl.constexpr, HAS_ROW_GATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program computes BLOCK columns of one row. A NaN stays one."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -68,15 +81,11 @@ def activate_kernel(  # type: ignore[no-untyped-def]
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     if IS_GATED:
         g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-        if KIND == "clamped_swiglu":
-            g = tl.minimum(g, 7.0, propagate_nan=tl.PropagateNan.ALL)
-            u = tl.minimum(u, 7.0, propagate_nan=tl.PropagateNan.ALL)
-            u = tl.maximum(u, -7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
-            result = g * _sigmoid(1.702 * g) * u
-        else:
-            result = _activated(g, KIND) * u
+        result = gated(g, u, KIND)
     else:
         result = _activated(u, KIND)
+    if HAS_ROW_GATE:
+        result *= _sigmoid(tl.load(row_gate + row * row_gate_stride).to(tl.float32))
     tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -114,12 +123,12 @@ def embed(
     )  # fmt: skip
 
 
-def activate(gate: Tensor | None, up: Tensor, out: Tensor, kind: Activation) -> None:
-    """Computes `out = activation(gate) · up`, or `activation(up)` without a gate; [tokens, width], rows at any
-    stride."""
+def activate(gate: Tensor | None, up: Tensor, out: Tensor, kind: Activation, row_gate: Tensor | None = None) -> None:
+    """Computes `out = activation(gate) · up · σ(row_gate)`, or `activation(up)` without a gate; [tokens, width], rows
+    at any stride. row_gate: [tokens, 1]; without it nothing is multiplied."""
     if gate is None and kind == "clamped_swiglu":
         raise ValueError("clamped_swiglu multiplies two inputs, but there is no gate")
-    _activate(gate, up, out, kind)
+    _activate(gate, up, out, kind, row_gate)
 
 
 def multiply_by_gate(attended: Tensor, gate: Tensor) -> None:
@@ -127,11 +136,19 @@ def multiply_by_gate(attended: Tensor, gate: Tensor) -> None:
     _activate(gate, attended, attended, "sigmoid")
 
 
-def _activate(gate: Tensor | None, up: Tensor, out: Tensor, kind: Activation | Literal["sigmoid"]) -> None:
+def _activate(
+    gate: Tensor | None,
+    up: Tensor,
+    out: Tensor,
+    kind: Activation | Literal["sigmoid"],
+    row_gate: Tensor | None = None,
+) -> None:
     width = out.shape[1]
     activate_kernel[(out.shape[0], ceil_div(width, _COLUMNS))](
-        up if gate is None else gate, up, out, 0 if gate is None else gate.stride(0), up.stride(0), out.stride(0),
-        width, KIND=kind, IS_GATED=gate is not None, BLOCK=_COLUMNS, num_warps=4,
+        up if gate is None else gate, up, up if row_gate is None else row_gate, out,
+        0 if gate is None else gate.stride(0), up.stride(0), 0 if row_gate is None else row_gate.stride(0),
+        out.stride(0), width,
+        KIND=kind, IS_GATED=gate is not None, HAS_ROW_GATE=row_gate is not None, BLOCK=_COLUMNS, num_warps=4,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from caraserve.model.linear_plan import LinearPlan, accumulated
 # checkpoint has one scale for all of one.
 Fill = Callable[[str, Tensor], None]
 SCALE = "_scale"
-TORCH_CODES = {Code.F8_E4M3: torch.float8_e4m3fn, Code.I8: torch.int8}
+TORCH_CODES = {Code.F8_E4M3: torch.float8_e4m3fn, Code.I8: torch.int8, Code.U8: torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from caraserve.gpu.linear.base import Fill, JoinedModules, Linear, LinearLoader,
 from caraserve.gpu.linear.dense import DenseLinear
 from caraserve.gpu.linear.fp8 import Fp8Linear
 from caraserve.gpu.linear.int8 import Int8Linear
+from caraserve.gpu.linear.mxfp4 import Mxfp4
 from caraserve.model.formats import WeightFormat
 from caraserve.model.linear_plan import LinearPlan, accumulated
 
@@ -27,7 +28,7 @@ class LinearClass(Protocol):
         """Fills a matrix of numbers, [outputs, inputs], with a module's weights."""
 
 
-_CLASSES: dict[str, LinearClass] = {"plain": DenseLinear, "fp8": Fp8Linear, "int8": Int8Linear}
+_CLASSES: dict[str, LinearClass] = {"plain": DenseLinear, "fp8": Fp8Linear, "int8": Int8Linear, "mxfp4": Mxfp4}
 
 
 def register(name: str, linear: LinearClass) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from caraserve.gpu.attention.base import DecodeAttention, Scratch
 from caraserve.gpu.kernels.bgmv_work import PLANES
+from caraserve.gpu.kernels.experts import ExpertRoom
 from caraserve.gpu.linear.base import RoundedRows
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape
 from caraserve.model.plan import DecoderPlan
@@ -16,6 +17,7 @@ from caraserve.util.units import align_up
 
 _SAMPLING_BLOCKS = 128  # each has buffers as large as two rows of logits
 _SCRATCH_BYTES = 256 << 20  # most bytes of attention scratch
+_ROW_STEP = 8  # numbers: rows begin at multiples of 16 bytes, which cuBLAS' fast kernels need, whatever their width
 _ROWS_STEP = 16  # decoding rows are cut at multiples, so that all addresses are multiples of 64 bytes
 
 
@@ -39,12 +41,13 @@ class Activations:
 
         shapes = plan.group_shapes
         hidden, normed, added = (rows(plan.hidden) for _ in range(3))
-        widest = max((sum(shape.widths) for shape in shapes if not shape.is_last), default=0)
+        widest = max((align_up(sum(shape.widths), _ROW_STEP) for shape in shapes if not shape.is_last), default=0)
         projected, body = rows(widest).view(-1), rows(max(shape.inputs for shape in shapes)).view(-1)
         sources = {"stream": hidden, "norm": normed}
 
         def within(memory: Tensor, width: int) -> Tensor:
-            return memory[: tokens * width].view(tokens, width)
+            stride = align_up(width, _ROW_STEP)
+            return memory[: tokens * stride].view(tokens, stride)[:, :width]
 
         return cls(
             hidden,
@@ -74,6 +77,7 @@ class Workspace:
     weights: Tensor  # float32 [blocks, vocab], for sampling
     counts: Tensor  # int32 [blocks, vocab], zero between launches
     rounded: RoundedRows | None  # if the weights need it
+    experts: ExpertRoom | None  # if layers have any
 
     def decode_parts(self, shape: PassShape, heads: tuple[int, int]) -> list[tuple[slice, Scratch]]:
         """Splits the decoding rows so that the attention scratch of each part fits at this length of context. Returns
@@ -121,7 +125,17 @@ def make_workspace(
         torch.zeros((blocks, plan.vocab_size), dtype=torch.float32, device=device),
         torch.zeros((blocks, plan.vocab_size), dtype=torch.int32, device=device),
         RoundedRows.empty(max(plan.widest_input, plan.hidden), capacity.tokens, device) if rounds_inputs else None,
+        _expert_room(plan, capacity.tokens, dtype, device),
     )
+
+
+def _expert_room(plan: DecoderPlan, tokens: int, dtype: torch.dtype, device: torch.device) -> ExpertRoom | None:
+    bodies = plan.moes
+    if not bodies:
+        return None
+    top_k, experts = max(body.top_k for body in bodies), max(body.experts for body in bodies)
+    inner = max(body.down.inputs for body in bodies)
+    return ExpertRoom.empty(tokens, top_k, experts, inner, plan.hidden, dtype, device)
 
 
 def _scratch(

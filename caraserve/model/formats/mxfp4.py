@@ -15,7 +15,8 @@ GROUP = 32  # inputs with one scale
 BIAS = 127  # of a scale's exponent
 _LARGEST_SCALE = 240  # 2^113: with it no weight overflows; 255 stands for NaN
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = np.array([*_POSITIVE, *(-value for value in _POSITIVE)], np.float32)
+VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))  # of codes
+_VALUES = np.array(VALUES, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +36,11 @@ class Mxfp4:
 
     def _read(self, tensors: TensorReader, module: str, shape: tuple[int, ...]) -> Matrix:
         *outputs, inputs = shape
-        if inputs % GROUP:
-            raise ModelLoadError(f"{module} has {inputs} inputs, not a multiple of {GROUP}, which MXFP4 needs")
+        check_inputs(module, inputs)
         groups = (*outputs, inputs // GROUP)
         codes = tensors.codes(f"{module}_blocks", (*groups, GROUP // 2), Code.U8)
         scale = tensors.codes(f"{module}_scales", groups, Code.U8)
-        if scale.max() > _LARGEST_SCALE:
-            raise ModelLoadError(
-                f"{module}_scales has {scale.max()}; scales up to {_LARGEST_SCALE} (2^{_LARGEST_SCALE - BIAS}) are "
-                "computed"
-            )
+        check_scales(module, int(scale.max()))
         return Matrix({"codes": codes.reshape(*outputs, inputs // 2), "scale": scale})
 
     def values(self, matrix: Matrix) -> NDArray[np.float32]:
@@ -57,6 +53,20 @@ class Mxfp4:
     def num_bytes(self, inputs: int, outputs: int, itemsize: int) -> int:
         """Returns the bytes of codes and scales."""
         return outputs * (inputs // 2 + inputs // GROUP)
+
+
+def check_inputs(module: str, inputs: int) -> None:
+    """Raises ModelLoadError unless inputs are a whole number of groups."""
+    if inputs % GROUP:
+        raise ModelLoadError(f"{module} has {inputs} inputs, not a multiple of {GROUP}, which MXFP4 needs")
+
+
+def check_scales(module: str, largest: int) -> None:
+    """Raises ModelLoadError for a largest scale with which weights could be too large."""
+    if largest > _LARGEST_SCALE:
+        raise ModelLoadError(
+            f"{module}_scales has {largest}; scales up to {_LARGEST_SCALE} (2^{_LARGEST_SCALE - BIAS}) are computed"
+        )
 
 
 MXFP4 = Mxfp4()

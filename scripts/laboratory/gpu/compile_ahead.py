@@ -17,6 +17,7 @@ from caraserve.gpu.kernels import cuda_sources
 from caraserve.gpu.weights import TORCH_DTYPES, load
 from caraserve.model.dtype import Dtype
 from caraserve.util.cache_folder import cache_folder
+from scripts.laboratory.gpu.experts import meet_experts
 from scripts.laboratory.gpu.measured_model import measured_sizes
 from scripts.laboratory.gpu.null_device import null_device
 from scripts.laboratory.gpu.results import Lines, StageResult
@@ -43,7 +44,7 @@ def compile_ahead(setup: CheckSetup) -> StageResult[CompiledFigures]:
     """Compiles all kernels; each that cannot be compiled is an entry of `errors`."""
     capability = setup.facts.capability
     compile_only(capability)
-    builds = recorded(lambda: warm_up_all(setup)) if setup.effort.compiled else []
+    builds = recorded(lambda: launch_all(setup)) if setup.effort.compiled else []
     units = _units(capability) if setup.effort.compiled else []
     processes = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)), len(builds) + len(units)))
     errors = compiled(builds, units, capability, processes)
@@ -83,6 +84,12 @@ def _compile_unit(unit: cuda_sources.Unit) -> None:
 
 def _units(capability: int) -> list[cuda_sources.Unit]:
     return list(dict.fromkeys(unit for dtype in Dtype for unit in cuda_sources.units(dtype, f"sm_{capability}")))
+
+
+def launch_all(setup: CheckSetup) -> None:
+    """Launches what later stages launch, on a device where nothing runs."""
+    warm_up_all(setup)
+    meet_experts(setup, null_device().device)
 
 
 def warm_up_all(setup: CheckSetup) -> None:

@@ -51,8 +51,19 @@ def known_limits(figures: Mapping[str, dict[str, Any]]) -> DeviceLimits | None:
     return msgspec.convert(found, DeviceLimits, str_keys=True) if found else None
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The sizes of a layer's experts."""
+
+    hidden: int
+    inner: int  # of each expert
+    experts: int
+    top_k: int
+
+
 Opened = tuple[GpuDevice, Stopwatch]
 LLAMA3_8B = Shape(hidden=4096, layers=32, intermediate=14336, vocab=128256, heads=32, kv_heads=8)
+QWEN3_30B = ExpertShape(hidden=2048, inner=768, experts=128, top_k=8)
 TINY = Shape(hidden=64, layers=2, intermediate=96, vocab=512, heads=4, kv_heads=2)
 DEMO = Shape(hidden=192, layers=4, intermediate=512, vocab=1536, heads=6, kv_heads=2)  # of the bundled demo
 # As deep as a large model: the addresses of tables differ in alignment from layer to layer.
@@ -101,6 +112,8 @@ class CheckEffort:
     warm_adapter_slots: int = 1025  # as the server has; a row of their tables is no multiple of 16 bytes
     sampled_rows: tuple[int, ...] = (1, 64)
     product_rows: tuple[int, ...] = (1, 16, 64, 256, 2048)  # of products with quantised weights
+    experts: ExpertShape = QWEN3_30B
+    expert_rows: tuple[int, ...] = (1, 16, 64, 1024, 4096)
     graph_bytes: int = 1 << 30
     model_pool_bytes: int | None = None  # for KV blocks and adapters; None: all free device memory
     bystanders: int = 32  # requests that decode while others arrive
@@ -154,7 +167,7 @@ def smoke_effort() -> CheckEffort:
         batches=(1, 4, 16), contexts=(128, 512), prompts=(16, 256, 1024), gqa_contexts=(512,), long_context=4096,
         long_batches=(1,), cold_ranks=(16, 64), cold_prompts=(16, 128), cold_repeats=1, bystanders=8, arrivals=3,
         handover_prompts=(64,), handover_rounds=2, warm_batches=(1, 4, 16, 33), warm_prompts=(2, 17, 65),
-        sampled_rows=(1, 16), product_rows=(1, 70), sanitizers=("memcheck",),
+        sampled_rows=(1, 16), product_rows=(1, 70), expert_rows=(1, 1024), sanitizers=("memcheck",),
         server=("--random-model=10M", "--adapters=6", "--resident=4", "--modes=cached,auto", "--duration-s=3"),
         serve=("--max-num-seqs", "16", "--kv-cache-bytes", "1GiB"),
         compiled=(

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -33,9 +34,11 @@ from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.gpu.weights import dummy, load
 from caraserve.model.dtype import Dtype
 from caraserve.model.families import plan_of
+from caraserve.model.plan import DecoderPlan
 from caraserve.profiling.microbench import adapter_spec
 from scripts.laboratory.gpu.null_device import NullDriver, NullKernels
 from tests.oracle.quantized import PER_TOKEN, compressed
+from tests.plans import made_up
 
 KERNELS = {  # all that are launched from Python
     name
@@ -43,9 +46,10 @@ KERNELS = {  # all that are launched from Python
     for name, value in vars(module).items()
     if isinstance(value, JITFunction) and name.endswith("_kernel")
 } - {"cap_kernel"}  # of models whose logits are scaled or capped
-OF_QUANTISED = {  # those of models with quantised weights
+OF_SOME = {  # those of models with quantised weights, or with experts
     "quantised in part": {"round_kernel", "product_kernel", "scale_kernel"},
     "int8 weights": {"product_kernel"},
+    "experts": {"route_kernel", "sort_kernel", "expert_kernel", "sum_kernel"},
 }
 CPU, H100 = torch.device("cpu"), GPUTarget("cuda", 90, 32)
 TOKENS, ROWS, CONTEXT = 400, 80, 2000
@@ -63,10 +67,18 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+def plan_with(model: str, count: int) -> DecoderPlan:
+    if model == "experts":
+        plan = made_up.experts()
+        layers = [plan.layers[layer % len(plan.layers)] for layer in range(count)]
+        return replace(plan, layers=tuple(layers), max_position=CONTEXT)
+    sizes = {"vocab_size": 100, "hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 2}
+    return plan_of({"num_key_value_heads": 1, "num_hidden_layers": count, **sizes, **MODELS[model]})
+
+
 @contextmanager
 def parts_of(model: str, count: int) -> Iterator[BackendParts]:
-    sizes = {"vocab_size": 100, "hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 2}
-    plan = plan_of({"num_key_value_heads": 1, "num_hidden_layers": count, **sizes, **MODELS[model]})
+    plan = plan_with(model, count)
     weights = load(plan, torch.bfloat16, CONTEXT, CPU, dummy(0, CPU))
     device = GpuDevice(NullDriver(), NullKernels(), CPU, "none")
     parts = BackendParts(plan, weights, SIZES, device, lambda: None)
@@ -131,13 +143,13 @@ def assisted(parts: BackendParts) -> None:
     decoder.embed_prompts(1, stream)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, "experts"])
 @pytest.mark.parametrize("count", [1, 2, 5, 32], ids="{} layers".format)
 def test_serving_meets_no_kernel_that_the_warm_up_has_not(model: str, count: int, met: set[tuple[str, str]]) -> None:
     with parts_of(model, count) as parts:
         parts.warm_up(lambda: None)
         before = met.copy()
-        assert {kernel for kernel, _ in before} == KERNELS | OF_QUANTISED.get(model, set())
+        assert {kernel for kernel, _ in before} == KERNELS | OF_SOME.get(model, set())
         met.clear()
         iterations(parts)
         assisted(parts)
@@ -187,8 +199,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", Dtype)
 def test_a_first_merge_meets_no_operation_that_the_warm_up_has_not(dtype: Dtype) -> None:
-    sizes = {"vocab_size": 100, "hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 2}
-    plan = plan_of({"num_key_value_heads": 1, "num_hidden_layers": 3, **sizes, **MODELS["head norms"]})
+    plan = plan_with("head norms", 3)
     base = load(plan, torch.bfloat16, CONTEXT, CPU, dummy(0, CPU))
     merged = MergedDeviceWeights(plan, base, 64)
     driver = NullDriver()

@@ -16,7 +16,9 @@ from caraserve.gpu.attention.base import LayerAttention
 from caraserve.gpu.attention.triton import ATTENTION
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.forward.decoder import issue_pass
+from caraserve.gpu.kernels import experts
 from caraserve.gpu.kernels.elementwise import activate, cap_logits, embed, multiply_by_gate
+from caraserve.gpu.kernels.experts import ExpertRoom, ExpertWeights, Routing, apply_experts
 from caraserve.gpu.kernels.heads import Heads, RopeTables, rotate_and_append
 from caraserve.gpu.kernels.lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
 from caraserve.gpu.kernels.norms import NormWeights, add_and_norm
@@ -39,7 +41,8 @@ def capability() -> int:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch, capability: int) -> list[Launch]:
-    monkeypatch.setattr(attention, "compute_capability", lambda device: capability)
+    for module in (attention, experts):
+        monkeypatch.setattr(module, "compute_capability", lambda device: capability)
     return recording(monkeypatch)
 
 
@@ -132,6 +135,16 @@ def launch_product(rows: int, code: Code, capability: int, *, rounded: bool) -> 
     out, x_scale = empty(rows, HIDDEN, dtype=torch.bfloat16), empty(rows, dtype=torch.float32)
     x = empty(rows, HIDDEN, dtype=torch.float16 if rounded else torch.bfloat16)
     multiply(x, weight, out, scale, code, capability, x_scale if rounded else None, out[0])
+
+
+def launch_experts(dtype: torch.dtype, rows: int) -> None:
+    """Launches what a layer of Qwen3-30B-A3B needs, and biases."""
+    hidden, inner, how = 2048, 768, Routing(128, 8)
+    weights = empty(128, 2 * inner, hidden, dtype=dtype), empty(128, hidden, inner, dtype=dtype)
+    layer = ExpertWeights(how, "silu", *weights, weights[0][:, :, 0].contiguous(), weights[1][:, :, 0].contiguous())
+    room = ExpertRoom.empty(rows, 8, 128, inner, hidden, dtype, torch.device("meta"))
+    x, logits = empty(rows, hidden, dtype=dtype), empty(rows, 128, dtype=dtype)
+    apply_experts(x, logits, empty(rows), layer, room, x, adds=True)
 
 
 def check(recorded: list[Launch], capability: int) -> dict[str, Any]:
@@ -250,6 +263,21 @@ def test_rounding_and_scaling_fit_and_do_not_spill(launches: list[Launch]) -> No
     for launch in launches[:2]:  # a quotient decides which code is the nearest; Triton's `/` is off in the last bit
         quotients = re.findall(r"\b(?:div|rcp)\.[\w.]+", launch.compile(90).asm["ptx"])
         assert {quotient.replace(".ftz", "") for quotient in quotients} == {"div.rn.f32"}
+
+
+@pytest.mark.parametrize(("capability", "rows"), [(86, 1), (86, 1024), (90, 4096), (100, 4096)])
+def test_experts_fit_and_do_not_spill(launches: list[Launch], capability: int, rows: int) -> None:
+    launch_experts(torch.bfloat16, rows)
+    products = [launch for launch in launches if launch.name == "expert_kernel"]
+    if rows == 1:  # the others depend on nothing that differs
+        check([launch for launch in launches if launch.name != "expert_kernel"], capability)
+    instruction = {86: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability]
+    for launch in products:
+        ptx = check([launch], capability)[launch.name].asm["ptx"]
+        assert instruction in ptx
+        # Loads are of 16 bytes, and those of the next tiles on their way while one is multiplied.
+        assert set(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x(\w+)", ptx)) == {"10"}
+        assert re.search(r"cp\.async\.wait_group\s+[1-9]", ptx)
 
 
 def test_a_decoders_own_launches_fit_the_smallest_shared_memory(launches: list[Launch]) -> None:

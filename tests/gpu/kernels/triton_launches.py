@@ -25,6 +25,7 @@ from caraserve.gpu.attention.triton import ATTENTION
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.forward.batch import make_batch
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
+from caraserve.gpu.kernels import experts
 from caraserve.gpu.linear import quantized
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape
@@ -109,7 +110,7 @@ def launches_of(config: Mapping[str, Any], dtype: torch.dtype, capability: int) 
     """Returns the distinct launches of a pass over decoding rows and prompts, and of the LoRA of q, k and v beside CPU
     workers, on a device of this compute capability. `config`: of a model, without its layers."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (triton_attention, quantized):
+        for module in (triton_attention, experts, quantized):
             patch.setattr(module, "compute_capability", lambda device: capability)
         recorded = recording(patch)
         decoder, base = decoder_of(config, dtype), PassShape(TOKENS, 7, 3, 9, 0, False, 2048, frozenset({0}))

@@ -7,16 +7,18 @@ from caraserve.gpu.attention.triton import ATTENTION, SPLIT_TOKENS, SplitScratch
 from caraserve.gpu.memory import workspace
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape
 from caraserve.gpu.memory.workspace import Workspace, make_workspace
+from caraserve.model.plan import DecoderPlan
 from tests.gpu.small_model import SPEC
+from tests.plans.made_up import PLANS
 
 ROWS, MOST_CONTEXT = 40, 8 * SPLIT_TOKENS
 HEADS = next((one.heads, one.head_dim) for one in SPEC.attentions)
 ONE_SPLIT_BYTES = 4 * HEADS[0] * (HEADS[1] + 2)
 
 
-def made() -> Workspace:
+def made(plan: DecoderPlan = SPEC, dtype: torch.dtype = torch.float32) -> Workspace:
     capacity = Capacity(tokens=64, rows=ROWS, outputs=500, tile_tokens=16, adapters=8)
-    return make_workspace(SPEC, torch.float32, capacity, 16, MOST_CONTEXT, torch.device("cpu"), ATTENTION.decode)
+    return make_workspace(plan, dtype, capacity, 16, MOST_CONTEXT, torch.device("cpu"), ATTENTION.decode)
 
 
 def parts(space: Workspace, rows: int, context: int) -> list[tuple[int, int]]:
@@ -61,6 +63,20 @@ def test_a_pass_takes_the_first_rows() -> None:
         assert inputs.shape == (5, shape.inputs)
         assert outputs.shape == (5, sum(shape.widths))
     assert first.hidden.data_ptr() == space.activations.hidden.data_ptr()
+
+
+def test_rows_of_every_width_begin_at_multiples_of_sixteen_bytes() -> None:
+    space = made(PLANS["experts"](), torch.bfloat16)
+    widths = {outputs.shape[1]: outputs.stride(0) for outputs in space.activations.outputs}
+    assert widths[8 + 1 + 80 + 80] == 176  # a router, a gate of one column, a shared expert's gate and up
+    assert all(stride % 8 == 0 for stride in widths.values())
+
+
+def test_experts_have_room_for_the_largest_layer() -> None:
+    room = made(PLANS["experts"](), torch.bfloat16).experts
+    assert room is not None
+    assert (room.chosen.numel(), room.inner.numel(), room.done.numel()) == (64 * 3, 64 * 3 * 48, 64 * 3 * 96)
+    assert made().experts is None
 
 
 def test_logits_take_bounded_memory() -> None:

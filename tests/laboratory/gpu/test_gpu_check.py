@@ -43,8 +43,8 @@ def rehearse(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]
 
 # Those that take no more than 3 s each; `scripts/gpu_check --smoke --emulated` runs all in three minutes.
 QUICK = (
-    *("env", "build", "limits", "lora", "server", "handover", "llama3", "sampling", "startup", "sanitizer"),
-    "every_kernel",
+    *("env", "build", "limits", "lora", "server", "handover", "llama3", "sampling", "experts", "startup"),
+    *("sanitizer", "every_kernel"),
 )
 
 
@@ -69,12 +69,14 @@ def test_quick_stages_and_what_the_sanitizer_runs_succeed_on_an_emulated_device(
     assert (figures["llama3"]["long"]["tokens"], len(figures["llama3"]["long"]["chunk_ms"])) == (17, 2)
     assert set(figures["llama3"]["long"]["decode_ms"]) == {"1", "2"}
     assert [point["way"] for point in figures["sampling"]["points"]] == ["greedy", "top-p", "top-p and top-k"]
+    assert [point["rows"] for point in figures["experts"]["points"]] == [1, 3]
+    assert figures["experts"]["points"][0]["chosen"] == 2
     assert set(figures["startup"]["starts"]) == {"EAGER", "LAZY"}
     transfers = [start["parts"]["weights"] for start in figures["startup"]["starts"].values()]
     assert [transfer["num_bytes"] for transfer in transfers] == 2 * [2 * (2 * 30_848 + 2 * 160 * 64 + 64)]
     assert done.stdout.count("of the link's speed") == 2
     assert figures["sanitizer"] == {"path": "", "runs": {}}
-    assert {"decode LoRA", "attention", "sampling", "hand-offs"} < set(figures["every_kernel"]["checks"])
+    assert {"decode LoRA", "attention", "experts", "sampling", "hand-offs"} < set(figures["every_kernel"]["checks"])
     assert "GPU check" in done.stdout
     assert "the sum of its parts" in done.stdout
 
