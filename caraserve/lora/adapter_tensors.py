@@ -133,8 +133,9 @@ class AdapterTensors:
         raw = raw.T if piece.transposed else raw
         if piece.rows is not None:
             raw = raw[list(piece.rows)]
-        values = raw if source is dtype else to_float32(raw, source)
-        return values if piece.factor == 1.0 else values * np.float32(piece.factor)
+        if piece.factor != 1.0:
+            return to_float32(raw, source) * np.float32(piece.factor)
+        return raw if source is dtype else to_float32(raw, source)
 
 
 def as_stored(source: TensorSource) -> AdapterTensors:

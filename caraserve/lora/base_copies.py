@@ -3,6 +3,7 @@ that equal the base model's are left out; any other one would change more than A
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from caraserve.errors import AdapterRejected
 from caraserve.lora.adapter_tensors import AdapterTensors
@@ -44,9 +45,7 @@ def check_copies(copies: Iterable[BaseCopy], tensors: AdapterTensors, base: Base
     for copy in copies:
         assert base is not None, "copies are found only with a base model"
         stored = copy.saved.stored
-        rows = base.changed_rows(
-            copy.base, lambda start, stop, name=stored: tensors.rows(name, start, stop), tensors.dtype(stored)
-        )
+        rows = base.changed_rows(copy.base, partial(tensors.rows, stored), tensors.dtype(stored))
         if len(rows):
             raise _refused(copy, tensors, len(rows))
 

@@ -128,6 +128,8 @@ def joined(updates: Sequence[NamedUpdate], plan: DecoderPlan) -> dict[Module, Jo
                 if target.at is None or there.at is None or not set(target.at).isdisjoint(there.at):
                     raise AdapterRejected(f"tensor {update.a} and {other.a} are the same module's")
             others.append((update, target))
+    for parts in changes.values():
+        parts.sort(key=lambda part: min(part[1].at or (0,)))  # the image does not depend on the file's order
     return {module: _joined(module, parts, plan) for module, parts in changes.items()}
 
 

@@ -35,7 +35,8 @@ from caraserve.lora.kinds import MATRICES, AdapterKind
 from caraserve.lora.manifest import ChunkHasher, identified
 from caraserve.lora.peft_config import PeftConfig, parse_config
 from caraserve.lora.peft_fields import CONFIG_NAME
-from caraserve.lora.writers import StoredAdapter, open_adapter
+from caraserve.lora.writers import open_adapter
+from caraserve.lora.writers.stored_adapter import StoredAdapter
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.dtype import Dtype, to_float32
 from caraserve.model.plan import DecoderPlan

@@ -134,12 +134,13 @@ class TorchFile:
     def _start(self, info: zipfile.ZipInfo) -> int:
         """Returns where an entry's bytes begin, as the header before them says."""
         mark, *_, name_bytes, extra_bytes = _LOCAL.unpack(self._read(info.header_offset, _LOCAL.size))
+        start = info.header_offset + _LOCAL.size + int(name_bytes) + int(extra_bytes)
         name = self._read(info.header_offset + _LOCAL.size, name_bytes)
         if mark != b"PK\x03\x04" or name != info.orig_filename.encode():
             raise ValueError(f"entry {info.filename[:100]!a} is not where the directory says")
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or info.flag_bits & 1:
             raise ValueError(f"entry {info.filename[:100]!a} is compressed or encrypted")
-        return info.header_offset + _LOCAL.size + name_bytes + extra_bytes
+        return start
 
     def _read_tensors(self) -> dict[str, PickledTensor]:
         start, num_bytes = self._entries["data.pkl"]

@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[Tensors, dict[str, Any], str]] = {
     "joined and split": (
         lora(SPLIT | {"qkv_proj": Q + 2 * KV}, {}),
         {"target_modules": [*SPLIT, "qkv_proj"]},
-        "model.layers.0.self_attn.qkv_proj and model.layers.0.self_attn.k_proj are the same module's",
+        "model.layers.0.self_attn.qkv_proj and model.layers.0.self_attn.q_proj are the same module's",
     ),
     "too large a rank": (lora(SPLIT, dict.fromkeys(SPLIT, 200)), {"r": 200}, "parts add up to 600; 512 at most"),
     "not targeted": (lora(SPLIT, {}), {"target_modules": ["q_proj", "v_proj"]}, "does not target this module"),
