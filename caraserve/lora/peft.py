@@ -96,6 +96,11 @@ class ImageWriter:
             part = parts[plan.layers[layer].sites[span.site].part]
             place_b(values[part.index], data, span, dtype, start)
 
+    def values(self, module: Module, matrix: str) -> Array:
+        """Returns one of `MATRICES` in the adapter's dtype: A [rank, inputs] or B [outputs, rank]. Raises as
+        `write`."""
+        return self._values(module, matrix)[0]
+
     def _sources(self, module: Module, matrix: str) -> dict[str, str]:
         tensors = self._layout.modules[module].tensors
         return {name: tensors[name] for name in self._layout.kind.sources[matrix]}
@@ -127,7 +132,7 @@ def inspect_adapter(
     """Checks an adapter's configuration and tensors, and computes its digest. `base`: the base model's tensors, with
     which those in the adapter's file are compared; without, these are refused. `note`: called with what is left out.
     Raises AdapterRejected, or ServerBusy if they cannot be checked now."""
-    with _opened(folder, plan) as adapter:
+    with opened(folder, plan) as adapter:
         layout = specify(adapter, plan, base)
         check_copies(layout.copies, layout.file, base)
         ends = layout.spec.layer_ends
@@ -141,7 +146,7 @@ def inspect_adapter(
 def check_layout(folder: Path, plan: DecoderPlan, base: BaseTensors | None = None) -> AdapterSpec:
     """Checks an adapter's configuration, and the names and shapes of its tensors, and returns its layout without a
     digest. Reads no tensor. Raises as `inspect_adapter`."""
-    with _opened(folder, plan) as adapter:
+    with opened(folder, plan) as adapter:
         return specify(adapter, plan, base).spec
 
 
@@ -149,7 +154,7 @@ def read_adapter(folder: Path, plan: DecoderPlan, into: Bytes, base: BaseTensors
     """Reads and checks a whole adapter, which `inspect_adapter` has accepted, into `into`. Raises AdapterRejected
     naming the field or tensor."""
 
-    with _opened(folder, plan) as adapter:
+    with opened(folder, plan) as adapter:
         layout = _layout(parse_config(adapter.fields, plan), adapter.tensors, plan, base)
         if layout.spec.num_bytes > into.nbytes:
             raise files_changed()
@@ -208,7 +213,8 @@ def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
 
 
 @contextmanager
-def _opened(folder: Path, plan: DecoderPlan) -> Iterator[StoredAdapter]:
+def opened(folder: Path, plan: DecoderPlan) -> Iterator[StoredAdapter]:
+    """Opens an adapter's files, which must not change in the meantime. Raises AdapterRejected."""
     try:
         with open_adapter(folder, plan) as adapter:
             yield adapter

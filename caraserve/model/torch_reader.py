@@ -26,6 +26,8 @@ _OLD = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46"  # the first bytes of the format from
 _MOST_PICKLE_BYTES, _MOST_DIRECTORY_BYTES = 8 << 20, 8 << 20
 _LOCAL = struct.Struct("<4s5H3I2H")  # the header before an entry's bytes
 _MOST_DIMENSIONS, _MOST_NAME_CHARS = 8, 512
+# What the libraries that read zips and pickles raise for damaged ones.
+_DAMAGED = (zipfile.BadZipFile, struct.error, ValueError, RuntimeError, LookupError, ArithmeticError, EOFError)
 _MOST_GAPS = 4  # times the bytes of a tensor that are read for it, where it lies scattered in its storage
 
 
@@ -41,7 +43,7 @@ class TorchFile:
         try:
             self._entries = self._checked_entries()
             self._tensors = self._read_tensors()
-        except (zipfile.BadZipFile, _TooLarge, UnicodeDecodeError, struct.error, ValueError, EOFError) as error:
+        except _DAMAGED as error:
             raise TensorFileError(f"{self.name} is not a valid file of PyTorch: {error}") from None
 
     @property
@@ -185,10 +187,6 @@ class TorchFile:
         return bytes(data)
 
 
-class _TooLarge(Exception):
-    """The directory of the zip claims too many bytes."""
-
-
 class _Directory(io.RawIOBase):
     """The file for the library that reads a zip's directory: nothing large is read from it."""
 
@@ -211,7 +209,7 @@ class _Directory(io.RawIOBase):
         left = max(0, self._num_bytes - self._at)
         count = left if size is None or size < 0 else min(left, size)
         if count > _MOST_DIRECTORY_BYTES:
-            raise _TooLarge(f"its directory claims {count} bytes")
+            raise ValueError(f"its directory claims {count} bytes")
         data = os.pread(self._descriptor, count, self._at)
         self._at += len(data)
         return data

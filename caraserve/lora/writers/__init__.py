@@ -31,6 +31,17 @@ _MOST_GGUF_HEADER_BYTES = 4 << 20
 @contextmanager
 def open_adapter(folder: Path, plan: DecoderPlan) -> Iterator[StoredAdapter]:
     """Opens an adapter's files. Raises AdapterRejected, or TensorFileError."""
+    with open_file(folder) as file:
+        if isinstance(file, GgufFile):
+            yield gguf.translated(file, plan)
+        elif file.name == MISTRAL_NAMES[1]:
+            yield mistral.translated(load_fields(folder / MISTRAL_NAMES[0]), file, plan)
+        else:
+            yield peft_adapter(folder, file, plan)
+
+
+def open_file(folder: Path) -> TensorFile | TorchFile | GgufFile:
+    """Opens the file with an adapter's tensors. Raises AdapterRejected, or TensorFileError."""
     files = files_of(folder)
     if not files:
         try:
@@ -40,17 +51,8 @@ def open_adapter(folder: Path, plan: DecoderPlan) -> Iterator[StoredAdapter]:
         raise AdapterRejected(reason or "the folder has changed; try again")
     path = folder / files[-1]
     if path.suffix == GGUF_SUFFIX:
-        with GgufFile(path, _MOST_GGUF_HEADER_BYTES) as file:
-            yield gguf.translated(file, plan)
-    elif path.name == TORCH_NAME:
-        with TorchFile(path) as torch_file:
-            yield peft_adapter(folder, torch_file, plan)
-    else:
-        with TensorFile(path) as tensor_file:
-            if files == MISTRAL_NAMES:
-                yield mistral.translated(load_fields(folder / files[0]), tensor_file, plan)
-            else:
-                yield peft_adapter(folder, tensor_file, plan)
+        return GgufFile(path, _MOST_GGUF_HEADER_BYTES)
+    return TorchFile(path) if path.name == TORCH_NAME else TensorFile(path)
 
 
 def peft_adapter(folder: Path, file: TensorFile | TorchFile, plan: DecoderPlan) -> StoredAdapter:
