@@ -30,9 +30,9 @@ def write_adapter(layout: TensorLayout, fields: Fields, folder: Path) -> None:
     """Writes the two files of an adapter to a folder. `fields`: of its configuration. Raises AdapterRejected for one
     that is more than LoRA, or whose values cannot be used; TensorFileError, and OSError."""
     sources = {tensor for matrix in MATRICES for tensor in layout.kind.sources[matrix]}
-    for module in layout.modules.values():
-        if not module.tensors.keys() <= sources:
-            raise AdapterRejected(f"{module.names[0]} is changed by more than A and B; only plain LoRA can be written")
+    for adapted in layout.modules.values():
+        if not adapted.tensors.keys() <= sources:
+            raise AdapterRejected(f"{adapted.names[0]} is changed by more than A and B; only plain LoRA can be written")
     config = json.dumps(_config(layout, fields), indent=2, ensure_ascii=False)
     (folder / CONFIG_NAME).write_text(config + "\n", encoding="utf-8")
     writer, entries, end = ImageWriter(layout), {}, 0
