@@ -110,7 +110,8 @@ def _chat_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _adapter_parser() -> argparse.ArgumentParser:
+def adapter_parser() -> argparse.ArgumentParser:
+    """Returns the parser of `caraserve adapter`."""
     parser = _CommandParser(prog="caraserve adapter", description="Reads adapters' folders as the server does.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", prog="caraserve adapter")
     inspect = commands.add_parser(
@@ -188,7 +189,7 @@ def _chat(words: Sequence[str]) -> int:
 
 
 def _adapter(words: Sequence[str]) -> int:
-    args = _adapter_parser().parse_args(words)
+    args = adapter_parser().parse_args(words)
     from caraserve.cli import adapter
 
     if args.command == "import":

@@ -20,6 +20,7 @@ class BaseTensors:
 
     def __init__(self, folder: Path, plan: DecoderPlan) -> None:
         self._folder, self._plan = folder, plan
+        self._shapes: dict[Path, dict[str, tuple[int, ...]]] = {}  # of the files that were needed
 
     @cached_property
     def _files(self) -> dict[str, Path]:
@@ -27,7 +28,8 @@ class BaseTensors:
 
     def find(self, name: str) -> str | None:
         """Returns the name of the stored tensor that adapters call `name`, None if the base model has none."""
-        return next((one for one in self._candidates(name) if one in self._files), None)
+        stored = (one for candidate in self._candidates(name) for one in self._plan.stored_names(candidate))
+        return next((one for one in stored if one in self._files), None)
 
     def _candidates(self, name: str) -> Iterator[str]:
         plan = self._plan
@@ -47,8 +49,11 @@ class BaseTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a stored tensor."""
-        with TensorFile(self._files[name]) as file:
-            return file.shape(name)
+        path = self._files[name]
+        if path not in self._shapes:
+            with TensorFile(path) as file:
+                self._shapes[path] = {one: file.shape(one) for one in file.names}
+        return self._shapes[path][name]
 
     def changed_rows(self, name: str, rows: Rows, dtype: Dtype) -> NDArray[np.intp]:
         """Returns the rows of a stored tensor that differ from a copy of the same shape. `rows(start, stop)`: reads the
