@@ -40,6 +40,7 @@ from caraserve.lora.registry import Registry
 from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.settings import SettingsStore
 from caraserve.lora.uploads import AdapterUploads
+from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.digest import model_digest
 from caraserve.model.families import load_plan
 from caraserve.model.plan import DecoderPlan
@@ -172,7 +173,8 @@ async def build_engine(
         merges=lambda: backend.adapters_merged,
         late_kernels=lambda: backend.late_kernels,
     )
-    reader = AdapterReader(plan, on_loop)
+    base = None if model_config.load_format == "dummy" else BaseTensors(folder, plan)
+    reader = AdapterReader(plan, on_loop, base)
     stack.callback(reader.close)
     arena = Arena(backend.host_memory)
     mode = lora_config.mode
@@ -199,7 +201,7 @@ async def build_engine(
     )
     catalog = Catalog(plan, registry, manager, reader, rules, observers.adapters, observers.uploads)
     most_bytes = min(rules.device_bytes, rules.host_bytes)
-    uploads = AdapterUploads(catalog, reader, plan, _upload_root(lora_config), most_bytes, observers.removals)
+    uploads = AdapterUploads(catalog, reader, _upload_root(lora_config), most_bytes, observers.removals)
     stack.push_async_callback(uploads.close)
     replicated = ReplicatedSettings(registry, observers.settings)
     stack.push_async_callback(replicated.close)

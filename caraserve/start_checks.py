@@ -9,7 +9,6 @@ from caraserve.core.adapter_rules import check_adapter_name
 from caraserve.errors import ConfigError
 from caraserve.http.tls_files import PemFile, TlsFiles, load_files
 from caraserve.lora.folder_contents import NO_ADAPTERS, why_no_adapter
-from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.util.cache_folder import why_unwritable
 
 
@@ -26,10 +25,10 @@ def check_paths(model: ModelConfig, lora: LoraConfig) -> None:
             raise ConfigError(f"--allow-adapter-path {problem}; make the folder, or give another one")
     for module in lora.lora_modules:
         problem = _why_no_folder(module.path)
-        if not problem and not (module.path / CONFIG_NAME).is_file():
-            problem = f"{str(module.path)!r} has no {CONFIG_NAME}"
+        if not problem and (why := why_not_adapter(module.path)):
+            problem = f"{str(module.path)!r}: {why}"
         if problem:
-            raise ConfigError(f"adapter {module.name!r}: {problem}; give a PEFT folder")
+            raise ConfigError(f"adapter {module.name!r}: {problem}; give an adapter's folder")
 
 
 def _why_no_folder(path: Path) -> str:

@@ -13,6 +13,7 @@ import pytest
 from caraserve.bench.cli import bench_parser
 from caraserve.bench.workload.presets import find_preset
 from caraserve.cli.compat_flags import SAME
+from caraserve.cli.main import adapter_parser
 from caraserve.cli.options import OptionParser
 from caraserve.config import SERVE_CONFIGS
 from scripts.laboratory.gpu import stages
@@ -62,7 +63,10 @@ def test_serve_options_exist(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", commands(".venv/bin/caraserve"), ids=shlex.join)
-def test_benchmarks_exist_with_their_options(arguments: list[str]) -> None:
+def test_commands_exist_with_their_options(arguments: list[str]) -> None:
+    if arguments[0] == "adapter":
+        adapter_parser().parse_args(arguments[1:])
+        return
     assert arguments[0] == "bench"
     args = bench_parser().parse_args(arguments[1:])
     if getattr(args, "preset", None) is not None:

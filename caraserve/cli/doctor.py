@@ -26,6 +26,7 @@ from caraserve.http.server import bind
 from caraserve.lora.catalog import above_max_rank
 from caraserve.lora.peft import check_layout
 from caraserve.lora.registry import Registry
+from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.families import load_plan
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFileError, weight_files
@@ -238,7 +239,7 @@ def _configured(machine: MachineFacts, configs: Configs) -> Iterator[Finding]:
     yield _checked("options", lambda: _options(plan, model, configs.engine, lora, device))
     yield _checked("files", lambda: _files(configs.engine, lora, configs.cluster))
     yield _checked("adapters", lambda: _adapters(plan, model, lora))
-    yield from _left_out(plan, lora)
+    yield from _left_out(plan, model, lora)
 
 
 def _checked(what: str, check: Callable[[], str]) -> Finding:
@@ -343,7 +344,7 @@ def _adapters(plan: DecoderPlan | None, model: ModelConfig, lora: LoraConfig) ->
     check_paths(model, lora)
     check_names(model, lora, base_names(model))
     for module in lora.lora_modules if plan is not None else ():
-        if why := _why_refused(module.path, plan, lora):
+        if why := _why_refused(module.path, plan, model, lora):
             raise ConfigError(f"adapter {module.name!r} at {module.path}: {why}")
     return f"{len(lora.lora_modules) + len(_found(lora))} named or found; their weights are checked at the start"
 
@@ -355,25 +356,27 @@ def _found(lora: LoraConfig) -> list[Path]:
     return [path for path in folders if path.name not in named]
 
 
-def _left_out(plan: DecoderPlan | None, lora: LoraConfig) -> Iterator[Finding]:
+def _left_out(plan: DecoderPlan | None, model: ModelConfig, lora: LoraConfig) -> Iterator[Finding]:
     """Yields a warning if the start would leave out folders of --adapters-dir."""
     try:
         folders = _found(lora)
     except ConfigError:  # the line before says it
         return
-    refused = [(path, why) for path in folders if (why := why_not_adapter(path) or _why_refused(path, plan, lora))]
+    reasons = [(path, why_not_adapter(path) or _why_refused(path, plan, model, lora)) for path in folders]
+    refused = [(path, why) for path, why in reasons if why]
     if refused:
         path, why = refused[0]
         found = f"{len(refused)} of {len(folders)} folders in --adapters-dir would be left out: {path.name!r}: {why}"
         yield Finding("left out", "warning", found, "the log of the start names all" if len(refused) > 1 else "")
 
 
-def _why_refused(path: Path, plan: DecoderPlan | None, lora: LoraConfig) -> str:
+def _why_refused(path: Path, plan: DecoderPlan | None, model: ModelConfig, lora: LoraConfig) -> str:
     """Returns why an adapter cannot be served, as its configuration and its tensors' shapes show; "" otherwise."""
-    if plan is None:
+    if plan is None or model.model is None:
         return ""
+    base = None if model.load_format == "dummy" else BaseTensors(model.model, plan)
     try:
-        rank = check_layout(path, plan).rank
+        rank = check_layout(path, plan, base).rank
     except CaraServeError as error:
         return error.message
     except OSError as error:

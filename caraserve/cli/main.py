@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_benchmark(words[1:])
         if words[:1] == ["chat"]:
             return _chat(words[1:])
+        if words[:1] == ["adapter"]:
+            return _adapter(words[1:])
         parser = _parser()
         if not words:
             parser.print_help()
@@ -85,9 +87,10 @@ def _parser() -> argparse.ArgumentParser:
         "Takes serve's options, and checks what they name. Exit code 1: serve would fail.",
     )
     doctor.set_defaults(run=_doctor)
-    # For --help only: `main` runs these two, which take none of serve's options.
+    # For --help only: `main` runs these, which take none of serve's options.
     commands.add_parser("bench", help="measure a server or this machine")
     commands.add_parser("chat", help="converse with an adapter of a running server, in the terminal")
+    commands.add_parser("adapter", help="say what an adapter's folder holds, or convert it to PEFT's files")
     return parser
 
 
@@ -104,6 +107,30 @@ def _chat_parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="the server's API key (default: CARASERVE_API_KEY of the environment)",
     )
+    return parser
+
+
+def adapter_parser() -> argparse.ArgumentParser:
+    """Returns the parser of `caraserve adapter`."""
+    parser = _CommandParser(prog="caraserve adapter", description="Reads adapters' folders as the server does.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", prog="caraserve adapter")
+    inspect = commands.add_parser(
+        "inspect",
+        help="say what a folder holds, and what of it would be served",
+        description="Says what an adapter's folder holds and, with --model, what of it would be applied and what not. "
+        "Exit code 1: it would be refused.",
+    )
+    inspect.add_argument("folder", type=Path, metavar="FOLDER", help="the adapter's folder")
+    inspect.add_argument("--model", type=Path, metavar="DIR", help="folder of the base model")
+    convert = commands.add_parser(
+        "import",
+        help="convert an adapter to PEFT's files",
+        description="Writes an adapter of any program that the server reads as PEFT's files, with the values that are "
+        "served.",
+    )
+    convert.add_argument("source", type=Path, metavar="SRC", help="the adapter's folder")
+    convert.add_argument("target", type=Path, metavar="DST", help="a folder that does not exist yet")
+    convert.add_argument("--model", type=Path, metavar="DIR", required=True, help="folder of the base model")
     return parser
 
 
@@ -158,4 +185,17 @@ def _chat(words: Sequence[str]) -> int:
     from caraserve.cli.chat import chat
 
     chat(args.url, args.api_key, args.adapter)
+    return 0
+
+
+def _adapter(words: Sequence[str]) -> int:
+    args = adapter_parser().parse_args(words)
+    from caraserve.cli import adapter
+
+    if args.command == "import":
+        lines = adapter.convert(args.source, args.target, args.model)
+    else:
+        lines = adapter.inspect(args.folder, args.model)
+    for line in lines:
+        print(line, flush=True)
     return 0

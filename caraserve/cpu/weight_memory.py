@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import ALIGN_BYTES, PANEL
 from caraserve.cpu.jit import entry
-from caraserve.model.dtype import Dtype, to_float32
+from caraserve.model.dtype import Dtype, rounded, to_float32
 from caraserve.util.units import align_up, ceil_div
 
 Raw = NDArray[np.generic]
@@ -18,16 +18,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 def convert(raw: Raw, source: Dtype, target: Dtype) -> Raw:
     """Converts stored weights to another dtype, rounding to nearest even."""
-    if source is target:
-        return raw
-    values = to_float32(raw, source)
-    if target is Dtype.F32:
-        return values
-    if target is Dtype.F16:
-        return values.astype(np.float16).view(np.uint16)
-    bits = values.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-    return rounded.astype(np.uint16)
+    return raw if source is target else rounded(to_float32(raw, source), target)
 
 
 @entry

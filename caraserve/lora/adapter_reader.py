@@ -3,18 +3,23 @@
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.lora_layout import HostAdapter
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.lora.adapter import Done, LayersArrived, RemoteSource, Source, UploadSource
 from caraserve.lora.adapter_folder import AdapterFolder
+from caraserve.lora.base_copies import check_copies
 from caraserve.lora.folder_contents import stamp
-from caraserve.lora.peft import read_adapter
+from caraserve.lora.peft import TensorLayout, inspect_adapter, read_adapter, specify
+from caraserve.lora.writers import peft_adapter
+from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.plan import DecoderPlan
+from caraserve.model.safetensors_reader import TensorFile, TensorFileError
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +29,13 @@ _READERS = 2  # threads that read and check adapters: two keep a disk busy, and 
 class AdapterReader:
     """Reads adapter folders on threads of its own, and calls back on the event loop."""
 
-    def __init__(self, plan: DecoderPlan, on_loop: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self, plan: DecoderPlan, on_loop: Callable[[Callable[[], None]], None], base: BaseTensors | None = None
+    ) -> None:
+        """`base`: the tensors of the base model, with which those in adapters' files are compared."""
         self._download: Callable[[str, NDArray[np.uint8], Done, LayersArrived], None] | None = None
         self._on_read: Callable[[str, AdapterFolder, str], None] = lambda digest, folder, stamp: None
-        self._spec, self._on_loop = plan, on_loop
+        self._plan, self._on_loop, self._base = plan, on_loop, base
         self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
         # The last error of each unusable folder: each is logged once.
         self._refusals: WeakKeyDictionary[AdapterFolder, str] = WeakKeyDictionary()
@@ -41,6 +49,26 @@ class AdapterReader:
         `on_read` is called for each folder read, with its digest, the folder, and the folder's stamp before the
         read."""
         self._download, self._on_read = download, on_read
+
+    def inspect(self, name: str, folder: Path) -> AdapterSpec:
+        """Checks an adapter's configuration and tensors, and computes its digest; logs what is left out. Raises
+        AdapterRejected or ServerBusy."""
+        return inspect_adapter(folder, self._plan, self._base, lambda text: _log_note(name, text))
+
+    def specify(self, name: str, folder: Path, file: TensorFile) -> TensorLayout:
+        """Returns the layout of an adapter whose file may still be arriving; logs what is left out. Raises as
+        `inspect`, or TensorFileError."""
+        layout = specify(peft_adapter(folder, file, self._plan), self._plan, self._base)
+        for text in layout.notes:
+            _log_note(name, text)
+        return layout
+
+    def check_copies(self, layout: TensorLayout) -> None:
+        """Compares an adapter's copies of the base model's tensors with these. Raises AdapterRejected."""
+        try:
+            check_copies(layout.copies, layout.file, self._base)
+        except TensorFileError as error:
+            raise AdapterRejected(str(error)) from None
 
     def read(
         self,
@@ -67,7 +95,7 @@ class AdapterReader:
             try:
                 with folder.opened() as path:
                     before = stamp(path)
-                    result = read_adapter(path, self._spec, into)
+                    result = read_adapter(path, self._plan, into, self._base)
             except CaraServeError as error:
                 result = error
             except OSError as error:
@@ -93,3 +121,7 @@ class AdapterReader:
     def close(self) -> None:
         """Ends the threads."""
         self.executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _log_note(name: str, text: str) -> None:
+    log.warning("adapter %s: %s", name, text)

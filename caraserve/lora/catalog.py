@@ -22,7 +22,7 @@ from caraserve.lora.adapter_folder import AdapterFolder, AdapterFolders
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.folder_contents import RefusedFolders, changed_s, stamp
 from caraserve.lora.manager import AdapterManager
-from caraserve.lora.peft import inspect_adapter, resolve_adapter_path
+from caraserve.lora.peft import resolve_adapter_path
 from caraserve.lora.registry import UNLOADED, UPLOADING, AdapterInfo, Registry
 from caraserve.lora.turns import LONGEST_WAIT_S, Turns
 from caraserve.model.plan import DecoderPlan
@@ -380,7 +380,7 @@ class Catalog:
         try:
             with folder.opened() as path:
                 before = stamp(path)
-                spec = inspect_adapter(path, self._spec)
+                spec = self._reader.inspect(name, path)
         except OSError as error:
             raise AdapterRejected(f"the adapter's folder cannot be read: {error.strerror}") from None
         self.refuse_too_large(spec)

@@ -12,8 +12,13 @@ from pathlib import Path
 from caraserve.lora.peft_config import CONFIG_NAME
 
 TENSORS_NAME = "adapter_model.safetensors"
-FILES = (CONFIG_NAME, TENSORS_NAME)
-_PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+TORCH_NAME = "adapter_model.bin"
+MLX_NAME = "adapters.safetensors"
+MISTRAL_NAMES = ("params.json", "lora.safetensors")
+# The files of an adapter, by the programs that write them; the last one has the tensors.
+_FILES = ((CONFIG_NAME, TENSORS_NAME), (CONFIG_NAME, TORCH_NAME), (CONFIG_NAME, MLX_NAME), MISTRAL_NAMES)
+GGUF_SUFFIX = ".gguf"  # of a file with both
+_PICKLES = ("adapter_model.pt", "adapter_model.pth")
 NO_ADAPTERS = ("lost+found",)  # folders that file systems have
 _MOST_ENTRIES = 200  # of a folder, that are looked at
 _DEEPEST = 2  # folders below it, in which adapters are looked for
@@ -22,10 +27,27 @@ _MOST_REFUSED = 1000
 _MOST_CHARACTERS = 500  # of a reason
 
 
+def files_of(folder: Path) -> tuple[str, ...]:
+    """Returns the names of an adapter's files, the last of which has its tensors; empty if a folder has none."""
+    for names in _FILES:
+        if all(os.path.lexists(folder / name) for name in names):
+            return names
+    found = _gguf_files(folder)
+    return tuple(found) if len(found) == 1 else ()
+
+
+def _gguf_files(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entry.name for entry in islice(entries, _MOST_ENTRIES) if entry.name.endswith(GGUF_SUFFIX))
+    except OSError:
+        return []
+
+
 def stamp(folder: Path) -> str:
     """Returns the sizes and times of an adapter's files, which change with the files; empty if one is missing."""
     try:
-        stats = [(folder / name).stat() for name in FILES]
+        stats = [(folder / name).stat() for name in files_of(folder)]
     except OSError:
         return ""
     return ",".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in stats)
@@ -33,19 +55,23 @@ def stamp(folder: Path) -> str:
 
 def changed_s(folder: Path) -> float:
     """Returns when an adapter's files were last written, in unix time. Raises OSError."""
-    return max((folder / name).stat().st_mtime for name in FILES)
+    return max((folder / name).stat().st_mtime for name in files_of(folder) or (CONFIG_NAME,))
 
 
 def why_no_adapter(folder: Path) -> str | None:
     """Returns what is missing in a folder; None if it has an adapter's files. Raises OSError."""
-    missing = [name for name in FILES if not (folder / name).exists()]
-    if not missing:
+    if files_of(folder):
         return None
     if pickles := [name for name in _PICKLES if (folder / name).exists()]:
         return (
-            f"the folder holds a pickle, {pickles[0]}; only {TENSORS_NAME} is read: save the adapter again with "
-            "save_pretrained of a recent PEFT"
+            f"the folder holds a pickle, {pickles[0]}; only {TENSORS_NAME} and {TORCH_NAME} are read: save the adapter "
+            "again with save_pretrained of PEFT"
         )
+    if len(found := _gguf_files(folder)) > 1:
+        return f"the folder has {len(found)} GGUF files, {_listed(found)}; an adapter is one"
+    has_tensors = any((folder / names[-1]).exists() for names in _FILES)
+    missing = [name for name in (CONFIG_NAME, TENSORS_NAME) if not (folder / name).exists()]
+    missing = [CONFIG_NAME] if has_tensors else missing
     if len(missing) == 1:
         return f"the folder has no {missing[0]}"
     if nested := list(islice(_adapters_below(folder, _DEEPEST), _SHOWN)):
@@ -55,7 +81,7 @@ def why_no_adapter(folder: Path) -> str | None:
         )
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in islice(entries, _MOST_ENTRIES))
-    return f"the folder has no {' and no '.join(FILES)}, but {_listed(names)}" if names else "the folder is empty"
+    return f"the folder has no {' and no '.join(missing)}, but {_listed(names)}" if names else "the folder is empty"
 
 
 def _adapters_below(folder: Path, depth: int, inside: str = "") -> Iterator[str]:

@@ -1,12 +1,11 @@
-"""Reads a PEFT folder into an adapter image in host memory. Every tensor is applied exactly, or the folder is refused.
+"""Reads an adapter's folder into an image in host memory. Every tensor is applied exactly, or the folder is refused.
 
 A folder is inspected when it is registered (`catalog.py`), and read when a request needs it (`host_loader.py`).
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -25,33 +24,27 @@ from caraserve.core.lora_layout import (
     place_b,
 )
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
+from caraserve.lora.adapted_modules import AdaptedModule, adapted_modules, find_tensors
 from caraserve.lora.adapter import files_changed
+from caraserve.lora.adapter_tensors import AdapterTensors
+from caraserve.lora.base_copies import BaseCopy, check_copies, check_saved_modules
 from caraserve.lora.expert_tensors import refuse_experts
 from caraserve.lora.folder_contents import TENSORS_NAME as TENSORS_NAME
-from caraserve.lora.folder_contents import why_no_adapter
+from caraserve.lora.folder_contents import files_of
 from caraserve.lora.kinds import MATRICES, AdapterKind
 from caraserve.lora.manifest import ChunkHasher, identified
-from caraserve.lora.peft_config import PeftConfig, read_config
-from caraserve.lora.peft_fields import CONFIG_NAME, refusal
+from caraserve.lora.peft_config import PeftConfig, parse_config
+from caraserve.lora.peft_fields import CONFIG_NAME
+from caraserve.lora.writers import open_adapter
+from caraserve.lora.writers.stored_adapter import StoredAdapter
+from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.dtype import Dtype, to_float32
-from caraserve.model.linear_plan import LinearPlan
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.safetensors_reader import TensorFile, TensorFileError
+from caraserve.model.safetensors_reader import TensorFileError
 
-_LAYER_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,5})(?=\.)")
 # Of A's and B's product with the scale, for inputs of 1: what is larger overflows where it is squared, in norms and
 # attention. The adapters of the demo reach 500.
 LARGEST_UPDATE = 1e18
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptedModule:
-    """One adapted module, with its rank and scale."""
-
-    name: str  # in the file
-    tensors: Mapping[str, str]  # {name in the module: name in the file}
-    rank: int
-    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +55,16 @@ class TensorLayout:
     kind: AdapterKind
     modules: Mapping[Module, AdaptedModule]
     spec: AdapterSpec  # without digest, which follows from the bytes
+    file: AdapterTensors
+    copies: tuple[BaseCopy, ...]  # of the base model's tensors, which must be equal
+    notes: tuple[str, ...]  # what is left out, for the log
 
 
 class ImageWriter:
     """Writes the matrices of an adapter into its image, in any order."""
 
-    def __init__(self, file: TensorFile, layout: TensorLayout) -> None:
-        self._file, self._layout = file, layout
+    def __init__(self, layout: TensorLayout) -> None:
+        self._file, self._layout = layout.file, layout
         self._largest: dict[Module, float] = {}  # values of the matrices that were written first
         self._spans: dict[Module, list[SiteSpan]] = {}
         for span in layout.spec.spans:
@@ -100,6 +96,11 @@ class ImageWriter:
             part = parts[plan.layers[layer].sites[span.site].part]
             place_b(values[part.index], data, span, dtype, start)
 
+    def values(self, module: Module, matrix: str) -> Array:
+        """Returns one of `MATRICES` in the adapter's dtype: A [rank, inputs] or B [outputs, rank]. Raises as
+        `write`."""
+        return self._values(module, matrix)[0]
+
     def _sources(self, module: Module, matrix: str) -> dict[str, str]:
         tensors = self._layout.modules[module].tensors
         return {name: tensors[name] for name in self._layout.kind.sources[matrix]}
@@ -125,39 +126,46 @@ class ImageWriter:
             )
 
 
-def inspect_adapter(folder: Path, plan: DecoderPlan) -> AdapterSpec:
-    """Checks an adapter's configuration and tensors, and computes its digest. Raises AdapterRejected, or ServerBusy if
-    they cannot be checked now."""
-    with _opened(folder) as file:
-        layout = specify(folder, file, plan)
+def inspect_adapter(
+    folder: Path, plan: DecoderPlan, base: BaseTensors | None = None, note: Callable[[str], None] = lambda text: None
+) -> AdapterSpec:
+    """Checks an adapter's configuration and tensors, and computes its digest. `base`: the base model's tensors, with
+    which those in the adapter's file are compared; without, these are refused. `note`: called with what is left out.
+    Raises AdapterRejected, or ServerBusy if they cannot be checked now."""
+    with opened(folder, plan) as adapter:
+        layout = specify(adapter, plan, base)
+        check_copies(layout.copies, layout.file, base)
         ends = layout.spec.layer_ends
         layer = aligned_bytes(max(end - start for start, end in pairwise((0, *ends))))
-        return _fill(file, layout, lambda start, end: layer[: end - start])
+        spec = _fill(layout, lambda start, end: layer[: end - start])
+        for text in layout.notes:
+            note(text)
+        return spec
 
 
-def check_layout(folder: Path, plan: DecoderPlan) -> AdapterSpec:
+def check_layout(folder: Path, plan: DecoderPlan, base: BaseTensors | None = None) -> AdapterSpec:
     """Checks an adapter's configuration, and the names and shapes of its tensors, and returns its layout without a
     digest. Reads no tensor. Raises as `inspect_adapter`."""
-    with _opened(folder) as file:
-        return specify(folder, file, plan).spec
+    with opened(folder, plan) as adapter:
+        return specify(adapter, plan, base).spec
 
 
-def read_adapter(folder: Path, plan: DecoderPlan, into: Bytes) -> HostAdapter:
+def read_adapter(folder: Path, plan: DecoderPlan, into: Bytes, base: BaseTensors | None = None) -> HostAdapter:
     """Reads and checks a whole adapter, which `inspect_adapter` has accepted, into `into`. Raises AdapterRejected
     naming the field or tensor."""
 
-    with _opened(folder) as file:
-        layout = _layout(read_config(folder, plan), file, plan)
+    with opened(folder, plan) as adapter:
+        layout = _layout(parse_config(adapter.fields, plan), adapter.tensors, plan, base)
         if layout.spec.num_bytes > into.nbytes:
             raise files_changed()
-        spec = _fill(file, layout, lambda start, end: into[start:end])
+        spec = _fill(layout, lambda start, end: into[start:end])
         return HostAdapter(spec, into[: spec.num_bytes])
 
 
-def _fill(file: TensorFile, layout: TensorLayout, room: Callable[[int, int], Bytes]) -> AdapterSpec:
+def _fill(layout: TensorLayout, room: Callable[[int, int], Bytes]) -> AdapterSpec:
     """Writes the image layer after layer; `room(start, end)` returns the memory of a layer. Returns the spec with its
     digest."""
-    writer, hasher = ImageWriter(file, layout), ChunkHasher(layout.spec.layer_ends)
+    writer, hasher = ImageWriter(layout), ChunkHasher(layout.spec.layer_ends)
     modules = writer.modules_by_layer()
     for layer, (start, end) in enumerate(pairwise((0, *layout.spec.layer_ends))):
         data = room(start, end)
@@ -198,117 +206,47 @@ def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
         raise AdapterRejected(f"lora_path lies outside {outside}, from where adapters may be loaded", param="lora_path")
     if folder is None:
         raise missing
-    for name in (CONFIG_NAME, TENSORS_NAME):
+    for name in (CONFIG_NAME, TENSORS_NAME, *files_of(folder)):
         if not is_allowed((folder / name).resolve()):
             raise AdapterRejected(f"{name} is a link that leads outside {outside}", param="lora_path")
     return folder
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[TensorFile]:
-    path, reason = folder / TENSORS_NAME, None
+def opened(folder: Path, plan: DecoderPlan) -> Iterator[StoredAdapter]:
+    """Opens an adapter's files, which must not change in the meantime. Raises AdapterRejected."""
     try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        with suppress(OSError):
-            reason = why_no_adapter(folder)
-        raise AdapterRejected(reason or f"the folder has no {TENSORS_NAME}") from None
-    except OSError:
-        pass  # such as a folder that may not be searched: opening the file reports it
-    try:
-        with TensorFile(path) as file:
-            yield file
-            file.check_unchanged()
+        with open_adapter(folder, plan) as adapter:
+            yield adapter
+            adapter.tensors.check_unchanged()
     except TensorFileError as error:
         raise AdapterRejected(str(error)) from None
 
 
-def specify(folder: Path, file: TensorFile, plan: DecoderPlan) -> TensorLayout:
+def specify(adapter: StoredAdapter, plan: DecoderPlan, base: BaseTensors | None = None) -> TensorLayout:
     """Returns the layout of an adapter's tensors in the file and in the image. Reads no tensor. Raises AdapterRejected,
     or ServerBusy if the configuration's regular expressions cannot be matched now."""
-    refuse_experts(file, plan)
-    config = read_config(folder, plan)
-    layout = _layout(config, file, plan)
-    config.check_patterns(tuple(layout.modules[module].name for module in sorted(layout.modules)))
+    refuse_experts(adapter.tensors, plan)
+    config = parse_config(adapter.fields, plan)
+    layout = _layout(config, adapter.tensors, plan, base)
+    config.check_patterns(tuple(name for module in sorted(layout.modules) for name in layout.modules[module].names))
     return layout
 
 
-def _layout(config: PeftConfig, file: TensorFile, plan: DecoderPlan) -> TensorLayout:
+def _layout(config: PeftConfig, file: AdapterTensors, plan: DecoderPlan, base: BaseTensors | None) -> TensorLayout:
     """As `specify`, but matches no regular expressions: they change nothing in the layout."""
-    modules = _modules(file, config, plan)
+    found = find_tensors(file, config.kind, plan, base)
+    check_saved_modules(config.saved, found.copies)
+    file, modules = adapted_modules(file, found, config, plan)
     dtypes = {file.dtype(tensor) for module in modules.values() for tensor in module.tensors.values()}
     exact = dtypes.pop() if len(dtypes) == 1 else Dtype.F32  # fp32 represents all of them exactly
     dtype = Dtype.F32 if config.kind.is_computed else exact
     sizes = {place: (module.rank, module.scale) for place, module in modules.items()}
-    return TensorLayout(plan, config.kind, modules, AdapterSpec.of(plan, dtype, sizes))
+    spec = AdapterSpec.of(plan, dtype, sizes)
+    return TensorLayout(plan, config.kind, modules, spec, file, tuple(found.copies), (*config.notes, *found.notes))
 
 
-def _modules(file: TensorFile, config: PeftConfig, plan: DecoderPlan) -> dict[Module, AdaptedModule]:
-    """Returns all adapted modules. Raises AdapterRejected if one lacks tensors, or tensors belong to none of them."""
-    if config.layers is not None and max(config.layers) >= len(plan.layers):
-        raise refusal("layers_to_transform", f"names layers that a model with {len(plan.layers)} does not have")
-    needed = [name for matrix in MATRICES for name in config.kind.sources[matrix]]
-    modules: dict[Module, AdaptedModule] = {}
-    for name, tensors in _tensors(file, config.kind, plan).items():
-        layer, linear = module = plan.adapter_modules[name]
-        if missing := [one for one in needed if one not in tensors]:
-            raise AdapterRejected(f"tensor {next(iter(tensors.values()))} has no {missing[0]} beside it")
-        first = tensors[needed[0]]
-        if module in modules:
-            raise AdapterRejected(f"tensor {first} and {modules[module].tensors[needed[0]]} are the same module's")
-        if not config.covers(layer, name):
-            raise AdapterRejected(f"tensor {first}: adapter_config.json does not target this module")
-        rank = config.settings.rank(name)
-        _check_shapes(file, tensors, rank, config.kind, plan.layers[layer].linears[linear])
-        modules[module] = AdaptedModule(name, tensors, rank, config.settings.scale(name))
-    if not modules:
-        raise AdapterRejected(f"{TENSORS_NAME} has no LoRA tensors")
-    for name, module in plan.adapter_modules.items():
-        if module not in modules and config.requires(module[0], name):
-            raise refusal("target_modules", f"covers {name}, but {TENSORS_NAME} has no tensors for it")
-    return modules
-
-
-def _tensors(file: TensorFile, kind: AdapterKind, plan: DecoderPlan) -> dict[str, dict[str, str]]:
-    """Returns the tensors of each module by their names in it: {module: {name in the module: name in the file}}."""
-    modules: dict[str, dict[str, str]] = {}
-    adapters: set[str] = set()
-    for name in file.names:
-        match = kind.tensor_name.fullmatch(name.removeprefix("base_model.model."))
-        if match is None or match["module"] not in plan.adapter_modules:
-            if match is not None and _is_past_the_last_layer(match["module"], plan):
-                raise AdapterRejected(f"tensor {name}: the base model has only {len(plan.layers)} layers")
-            known = ", ".join(plan.targets)
-            raise AdapterRejected(f"tensor {ascii(name)[:200]} is not {kind.what} of one of {known}")
-        tensors = modules.setdefault(match["module"], {})
-        if match["tensor"] in tensors:
-            raise AdapterRejected(f"tensor {name} and {tensors[match['tensor']]} are the same module's")
-        tensors[match["tensor"]] = name
-        adapters.add(match["adapter"])
-        if len(adapters) > 1:
-            raise AdapterRejected(f"tensor {name} belongs to another adapter than those before it")
-    return modules
-
-
-def _is_past_the_last_layer(module: str, plan: DecoderPlan) -> bool:
-    number = _LAYER_NUMBER.search(module)
-    if number is None or int(number[0]) < len(plan.layers):
-        return False
-    start, end = module[: number.start()], module[number.end() :]
-    return any(f"{start}{layer}{end}" in plan.adapter_modules for layer in range(len(plan.layers)))
-
-
-def _check_shapes(
-    file: TensorFile, tensors: Mapping[str, str], rank: int, kind: AdapterKind, linear: LinearPlan
-) -> None:
-    for name, expected in kind.shapes(rank, linear.inputs, linear.outputs).items():
-        if (shape := file.shape(tensors[name])) != expected:
-            raise AdapterRejected(
-                f"tensor {tensors[name]} has shape {list(shape)}; rank {rank} on this base model needs {list(expected)}"
-            )
-
-
-def _finite(file: TensorFile, name: str, dtype: Dtype) -> tuple[Array, float]:
+def _finite(file: AdapterTensors, name: str, dtype: Dtype) -> tuple[Array, float]:
     """Returns a tensor in the adapter's dtype, and its largest absolute value. Raises AdapterRejected if a value is not
     finite."""
     raw, source = file.raw(name), file.dtype(name)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from caraserve.errors import AdapterRejected
+from caraserve.lora.joined_modules import other_names
 from caraserve.lora.kinds import AdapterKind, ModuleSettings, kind_of
 from caraserve.lora.peft_fields import CONFIG_NAME as CONFIG_NAME
 from caraserve.lora.peft_fields import Fields, name_ends, refusal, shown
@@ -22,17 +23,24 @@ from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFileError, open_regular
 
 _MAX_CONFIG_BYTES = 1 << 20
+_SHOWN = 5  # names in a message
 
 # Fields that say where an adapter came from or how it was trained; they change nothing in inference.
 _HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "task_type"),
-    *("peft_version", "runtime_config", "ensure_weight_tying"),
+    *("peft_version", "runtime_config", "ensure_weight_tying", "velora_config"),
+    "fan_in_fan_out",  # of the base's weights; A and B have the same shapes with either value
     # how A and B were initialised; where that changes the base weights too, init_lora_weights is refused
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     *("megatron_core", "qalora_group_size"),  # names and sizes that only other, refused fields would use
 }
+# Fields that other programs add, which change nothing either.
+_FOREIGN = {"task", "unsloth_version", "unsloth_fixed", "base_model_class", "parent_library"}
+# Fields that are refused in words of their own.
+_REFUSED = {"layer_replication": "builds another base model; merge the adapter into that base"}
 # Fields of every kind, that are read below and applied or refused there.
 _UNDERSTOOD = {"peft_type", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+_UNDERSTOOD |= {"modules_to_save"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,8 @@ class PeftConfig:
     target_pattern: str | None  # a regular expression in place of names
     excluded_pattern: str | None
     layers: frozenset[int] | None  # None: every layer
+    saved: tuple[str, ...]  # ends of the names of trained modules, whose tensors are in the file
+    notes: tuple[str, ...]  # what of the configuration is left out, for the log
 
     def covers(self, layer: int, module: str) -> bool:
         """Returns whether the configuration targets a module that has tensors."""
@@ -56,6 +66,10 @@ class PeftConfig:
             return True  # peft applies layers_to_transform to ends of names only
         named = self.targets is None or not self.targets.isdisjoint(ends)
         return named and (self.layers is None or layer in self.layers)
+
+    def is_known_to(self, plan: DecoderPlan) -> bool:
+        """Returns whether all names that are targeted are those of modules in the base model."""
+        return self.targets is None or all(name.split(".")[-1] in plan.targets for name in self.targets)
 
     def check_patterns(self, modules: tuple[str, ...]) -> None:
         """Raises AdapterRejected unless the regular expressions target all modules that have tensors, or ServerBusy if
@@ -82,10 +96,18 @@ class PeftConfig:
 
 def read_config(folder: Path, plan: DecoderPlan) -> PeftConfig:
     """Reads `adapter_config.json`. Raises AdapterRejected naming the field."""
-    fields = _load(folder / CONFIG_NAME)
+    return parse_config(load_fields(folder / CONFIG_NAME), plan)
+
+
+def parse_config(fields: Fields, plan: DecoderPlan) -> PeftConfig:
+    """Reads the fields of a configuration. Raises AdapterRejected naming the field."""
     kind = kind_of(fields)
     _refuse_unknown(fields, kind)
     _check_layers_pattern(fields.get("layers_pattern"), plan)
+    notes = [f"{CONFIG_NAME}: {field} is left out" for field in sorted(_FOREIGN & fields.keys()) if fields[field]]
+    if foreign := _foreign_targets(fields.get("target_modules"), plan):
+        some = ", ".join(shown(name) for name in foreign[:_SHOWN])
+        notes.append(f"{CONFIG_NAME}: target_modules has {some}, which the base model lacks")
     return PeftConfig(
         kind=kind,
         settings=kind.settings(fields, plan),
@@ -94,31 +116,36 @@ def read_config(folder: Path, plan: DecoderPlan) -> PeftConfig:
         target_pattern=_pattern(fields.get("target_modules")),
         excluded_pattern=_pattern(fields.get("exclude_modules")),
         layers=_layers(fields.get("layers_to_transform")),
+        saved=_saved(fields.get("modules_to_save")),
+        notes=tuple(notes),
     )
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_fields(path: Path) -> dict[str, Any]:
+    """Reads a file with a JSON object. Raises AdapterRejected."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             text = file.read(_MAX_CONFIG_BYTES + 1)
     except TensorFileError as error:
         raise AdapterRejected(str(error)) from None
     except OSError as error:
-        raise AdapterRejected(f"{CONFIG_NAME} cannot be read: {error.strerror}") from None
+        raise AdapterRejected(f"{path.name} cannot be read: {error.strerror}") from None
     if len(text) > _MAX_CONFIG_BYTES:
-        raise AdapterRejected(f"{CONFIG_NAME} is larger than {_MAX_CONFIG_BYTES} bytes")
+        raise AdapterRejected(f"{path.name} is larger than {_MAX_CONFIG_BYTES} bytes")
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
-        raise AdapterRejected(f"{CONFIG_NAME} is not valid JSON") from None
+        raise AdapterRejected(f"{path.name} is not valid JSON") from None
     if not isinstance(fields, dict):
-        raise AdapterRejected(f"{CONFIG_NAME} must hold a JSON object")
+        raise AdapterRejected(f"{path.name} must hold a JSON object")
     return fields
 
 
 def _refuse_unknown(fields: Fields, kind: AdapterKind) -> None:
-    known = _HARMLESS | _UNDERSTOOD | kind.fields
+    known = _HARMLESS | _FOREIGN | _UNDERSTOOD | kind.fields
     for field, value in fields.items():
+        if value and field in _REFUSED:
+            raise refusal(field, _REFUSED[field])
         if value and field not in known:
             name = field if field.isascii() and field.isidentifier() else shown(field)
             raise refusal(name[:80], f"is {shown(value)}; adapters that use it are not supported")
@@ -147,10 +174,20 @@ def _targets(value: Any, plan: DecoderPlan) -> frozenset[str] | None:
         return None
     if not value or not _are_names(value):
         raise refusal("target_modules", "must be a list of module names, or a pattern")
-    for name in value:
-        if name.split(".")[-1] not in plan.targets:
-            raise refusal("target_modules", f"has {shown(name)}; supported modules are {', '.join(plan.targets)}")
+    foreign = _foreign_targets(value, plan)
+    beside = {(plan.head or "lm_head.weight").split(".")[-2], plan.embed.split(".")[-2]}  # that have no A and B here
+    refused = [name for name in foreign if name.split(".")[-1] in beside or len(foreign) == len(value)]
+    if refused:
+        raise refusal("target_modules", f"has {shown(refused[0])}; supported modules are {', '.join(plan.targets)}")
     return frozenset(value)
+
+
+def _foreign_targets(value: Any, plan: DecoderPlan) -> list[str]:
+    """Returns the names in a list of targets that no module of the base model has."""
+    if not _are_names(value) or all(name.split(".")[-1] in plan.targets for name in value):
+        return []
+    known = {*plan.targets, *(name.rpartition(".")[2] for name in other_names(plan))}
+    return [name for name in value if name.split(".")[-1] not in known]
 
 
 def _excluded(value: Any) -> frozenset[str] | None:
@@ -159,6 +196,12 @@ def _excluded(value: Any) -> frozenset[str] | None:
     if value and not _are_names(value):
         raise refusal("exclude_modules", "must be a list of module names, or a pattern")
     return frozenset(value or ())
+
+
+def _saved(value: Any) -> tuple[str, ...]:
+    if value and not _are_names(value):
+        raise refusal("modules_to_save", f"is {shown(value)}; a list of module names is needed")
+    return tuple(value or ())
 
 
 def _are_names(value: Any) -> bool:

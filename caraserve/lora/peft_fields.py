@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from caraserve.core.lora_layout import MAX_RANK
 from caraserve.errors import AdapterRejected
+from caraserve.lora.joined_modules import other_names
 from caraserve.model.plan import DecoderPlan
 
 Fields = Mapping[str, Any]
@@ -21,6 +22,8 @@ CONFIG_NAME = "adapter_config.json"
 _MAX_ALPHA = 1e9
 _PATTERN = re.compile(r"(?P<start>\^?)(?P<any>(?:\.\*(?:\\?\.)?)?)(?P<name>[A-Za-z0-9_.\\]+)\$?")
 _NUMBER = "#"  # stands for the number of a layer
+_DIGIT, _CHARACTER = re.compile(r"[0-9]"), re.compile(r"\\\.|.", re.DOTALL)
+_MOST_FOREIGN = 1000  # patterns with other words, each of which is compared with all shapes of names
 
 
 def refusal(field: str, what: str) -> AdapterRejected:
@@ -68,10 +71,11 @@ class PatternTable(Generic[Value]):
         """Raises ValueError with the pattern if one is not the end of a module's name."""
         self._default: Value = default
         self._ranked: dict[str, tuple[int, Value]] = {}  # key: see _key; (place in the file, value)
-        words: list[set[str]] = []
+        names: _Names | None = None
         for place, (pattern, value) in enumerate(patterns):
-            words = words or _words(plan)
-            self._ranked.setdefault(_key(pattern, words), (place, value))
+            names = names or _Names(plan)
+            if (key := _key(pattern, names)) is not None:
+                self._ranked.setdefault(key, (place, value))
 
     def of(self, module: str) -> Value:
         """Returns the value for a module's full name."""
@@ -91,29 +95,52 @@ def pattern_table(
     try:
         return PatternTable(default, [(pattern, read(field, value)) for pattern, value in patterns.items()], plan)
     except ValueError as error:
-        raise refusal(field, f"has {shown(error.args[0])}; only ends of module names are supported") from None
+        raise refusal(field, f"{shown(error.args[0])} is a regular expression; write it as module names") from None
 
 
-def _words(plan: DecoderPlan) -> list[set[str]]:
-    """Returns the words of modules' names by their distance from the end. An unescaped dot matches any character, but
-    between whole words of a name only a dot."""
-    words: list[set[str]] = []
-    for name in plan.adapter_modules:
-        for distance, word in enumerate(reversed(name.split("."))):
-            if distance == len(words):
-                words.append(set())
-            words[distance].add(_NUMBER if word.isdigit() else word)
-    return words
+class _Names:
+    """The names of modules, as patterns are compared with them."""
+
+    def __init__(self, plan: DecoderPlan) -> None:
+        self.words: list[set[str]] = []  # by their distance from the end
+        self._shapes: set[str] = set()  # whole names, with 0 for each digit
+        self._foreign = 0
+        for name in (*plan.adapter_modules, *other_names(plan)):
+            self._shapes.add(_DIGIT.sub("0", name))
+            for distance, word in enumerate(reversed(name.split("."))):
+                if distance == len(self.words):
+                    self.words.append(set())
+                self.words[distance].add(_NUMBER if word.isdigit() else word)
+
+    def may_end(self, pattern: str) -> bool:
+        """Returns whether a name may end with what a pattern matches: with its characters, and any in place of a dot
+        that is not escaped."""
+        self._foreign += 1
+        characters = ["." if text == "\\." else None if text == "." else text for text in _CHARACTER.findall(pattern)]
+        if self._foreign > _MOST_FOREIGN or "\\" in characters:
+            return True
+        wanted = ["0" if text is not None and text.isdigit() else text for text in reversed(characters)]
+        return any(
+            len(shape) >= len(wanted)
+            and all(text in (None, found) for text, found in zip(wanted, reversed(shape), strict=False))
+            for shape in self._shapes
+        )
 
 
-def _key(pattern: str, words: list[set[str]]) -> str:
+def _key(pattern: str, names: _Names) -> str | None:
     """Returns a pattern as a key: `name` for the name or an end of it, `^name` for the whole name, `*.name` for an end
-    with something before it. Raises ValueError."""
+    with something before it; None if it matches no module of the base. Raises ValueError."""
     match = _PATTERN.fullmatch(pattern)
-    name = match["name"].replace("\\.", ".") if match else ""
+    if match is None:
+        raise ValueError(pattern)
+    # An unescaped dot matches any character, but between whole words of a name only a dot.
+    name = match["name"].replace("\\.", ".")
     parts = [_NUMBER if part.isdigit() else part for part in reversed(name.split("."))]
-    known = len(parts) <= len(words) and all(part in here for part, here in zip(parts, words, strict=False))
-    if match is None or not known or (name[0].isdigit() and match["any"] in (".*", ".*.")):
+    if len(parts) > len(names.words) or any(part not in here for part, here in zip(parts, names.words, strict=False)):
+        if names.may_end(match["name"]):
+            raise ValueError(pattern)
+        return None
+    if name[0].isdigit() and match["any"] in (".*", ".*."):
         raise ValueError(pattern)  # `.*1.mlp.up_proj` also matches layer 11
     if match["any"].endswith("*"):
         return name

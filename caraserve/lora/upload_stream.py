@@ -20,8 +20,7 @@ from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.kinds import MATRICES
 from caraserve.lora.manifest import ChunkHasher, identified
-from caraserve.lora.peft import TENSORS_NAME, ImageWriter, TensorLayout, specify
-from caraserve.model.plan import DecoderPlan
+from caraserve.lora.peft import TENSORS_NAME, ImageWriter, TensorLayout
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
 
 
@@ -29,10 +28,10 @@ class ArrivingImage:
     """An image that is filled from a tensor file as that arrives, matrix by matrix: its first layers may be read while
     later ones arrive. Not thread-safe: for one thread at a time."""
 
-    def __init__(self, file: TensorFile, layout: TensorLayout, into: NDArray[np.uint8]) -> None:
+    def __init__(self, layout: TensorLayout, into: NDArray[np.uint8]) -> None:
         """`into`: memory for the image, at least as large as it."""
         self.layers = 0  # first layers that are complete
-        self._writer, self._spec = ImageWriter(file, layout), layout.spec
+        self._writer, self._spec = ImageWriter(layout), layout.spec
         self._into = into[: self._spec.num_bytes]
         self._into[:] = 0  # padding stays zero
         self._hasher = ChunkHasher(self._spec.layer_ends)
@@ -77,16 +76,16 @@ class UploadStream(UploadSource):
     """The tensors of one upload. `advance`, `image` and `close` are for one thread at a time, the rest for the event
     loop, while that thread does nothing."""
 
-    def __init__(self, folder: Path, plan: DecoderPlan, reader: AdapterReader) -> None:
+    def __init__(self, name: str, folder: Path, reader: AdapterReader) -> None:
         """Reads the file's header, which must have been written. Raises AdapterRejected for an adapter that does not
-        fit `model`."""
+        fit the base model."""
         self._reader = reader
         self._outcome: Source | CaraServeError | None = None
         self._reading: _Reading | None = None
         self._arriving: ArrivingImage | None = None
         try:
             self._file = TensorFile(folder / TENSORS_NAME)
-            self._layout = specify(folder, self._file, plan)
+            self._layout = reader.specify(name, folder, self._file)
         except TensorFileError as error:
             raise AdapterRejected(str(error)) from None
 
@@ -145,7 +144,7 @@ class UploadStream(UploadSource):
     def advance(self, num_bytes: int) -> None:
         """Places the tensors that have arrived with the file's first `num_bytes` bytes, if they are wanted."""
         if self._arriving is None and self._reading is not None:
-            self._arriving = ArrivingImage(self._file, self._layout, self._reading.into)
+            self._arriving = ArrivingImage(self._layout, self._reading.into)
         try:
             if self._arriving is not None:
                 self._arriving.advance(num_bytes)
@@ -153,8 +152,12 @@ class UploadStream(UploadSource):
             raise AdapterRejected(str(error)) from None
 
     def image(self) -> HostAdapter | None:
-        """Returns the whole image, if it was wanted. The file must be complete."""
-        return None if self._arriving is None else self._arriving.finished()
+        """Returns the whole image, if it was wanted. The file must be complete. Raises AdapterRejected for a copy of a
+        tensor of the base model that differs."""
+        if self._arriving is None:
+            return None
+        self._reader.check_copies(self._layout)
+        return self._arriving.finished()
 
     def close(self) -> None:
         """Closes the file."""

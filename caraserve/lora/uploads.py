@@ -37,14 +37,13 @@ from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.folder_contents import stamp
-from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
+from caraserve.lora.peft import TENSORS_NAME
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.turns import Turns
 from caraserve.lora.upload_body import MOST_CONFIG_BYTES, UploadBody, config_of
 from caraserve.lora.upload_folders import UploadFolders, is_uploaded, not_written, write_through
 from caraserve.lora.upload_stream import UploadStream
-from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
 from caraserve.util.tasks import Tasks
 from caraserve.util.units import human_bytes
@@ -109,7 +108,6 @@ class AdapterUploads:
         self,
         catalog: Catalog,
         reader: AdapterReader,
-        plan: DecoderPlan,
         root: Path | None,
         most_image_bytes: int,
         observers: Sequence[RemovalObserver] = (),
@@ -117,7 +115,7 @@ class AdapterUploads:
         """`root`: the folder of adapters, None if the server was started without one. `most_image_bytes`: of the
         largest adapter that can be served. `observers`: called with the name and the digest of each adapter that was
         deleted or replaced by an upload."""
-        self.catalog, self.reader, self.model, self.most_bytes = catalog, reader, plan, most_image_bytes
+        self.catalog, self.reader, self.most_bytes = catalog, reader, most_image_bytes
         self._root, self._observers = root, observers
         self._folders = None if root is None else UploadFolders(root)
         self._executor = ThreadPoolExecutor(_WRITERS, "caraserve-upload")
@@ -236,7 +234,7 @@ class AdapterUploads:
         if self._root is None or self._folders is None:
             return
         folder = self.catalog.folders.at(self._root / name)
-        if not await self.on_thread(_has_upload, folder.path, digest, self.model):
+        if not await self.on_thread(self._has_upload, folder.path, digest):
             return
         try:
             await self.on_thread(self._folders.hide, folder)
@@ -245,6 +243,13 @@ class AdapterUploads:
             return
         self.catalog.forget_folder(name)  # which the unload found, and took for one that stays
         self.remove_later(folder)
+
+    def _has_upload(self, folder: Path, digest: str) -> bool:
+        """Returns whether a folder has the files of an uploaded adapter with that digest."""
+        try:
+            return is_uploaded(folder) and self.reader.inspect(folder.name, folder).digest == digest
+        except (CaraServeError, OSError):
+            return False
 
     async def on_thread(self, function: Callable[..., T], *arguments: object) -> T:
         """Runs a function on one of the threads, to its end."""
@@ -329,7 +334,7 @@ class _Upload:
         if self._stream is None and body.has_tensor_header():
             self._add_config(body, hidden)
             if body.has(CONFIG_NAME):
-                self._stream = UploadStream(hidden, self._uploads.model, self._uploads.reader)
+                self._stream = UploadStream(self._name, hidden, self._uploads.reader)
         if self._stream is not None:
             self._stream.advance(body.tensor_bytes)
 
@@ -348,7 +353,7 @@ class _Upload:
             self._stream.advance(body.tensor_bytes)
             if (image := self._stream.image()) is not None:
                 return image.spec, image
-        spec = inspect_adapter(hidden, self._uploads.model)
+        spec = self._uploads.reader.inspect(self._name, hidden)
         self._catalog.refuse_too_large(spec)
         return spec, None
 
@@ -433,14 +438,6 @@ def refuse_own(path: Path) -> None:
             f"{path.name!r} is a folder in --adapters-dir that was not uploaded, and is not replaced; use another name",
             param="name",
         )
-
-
-def _has_upload(folder: Path, digest: str, plan: DecoderPlan) -> bool:
-    """Returns whether a folder has the files of an uploaded adapter with that digest."""
-    try:
-        return is_uploaded(folder) and inspect_adapter(folder, plan).digest == digest
-    except (CaraServeError, OSError):
-        return False
 
 
 def _upload_refused(client: str, has_many: bool) -> ServerBusy:

@@ -48,6 +48,16 @@ def to_float32(raw: NDArray[np.generic], dtype: Dtype) -> NDArray[np.float32]:
     return (raw.astype(np.uint32) << 16).view(np.float32)
 
 
+def rounded(values: NDArray[np.float32], dtype: Dtype) -> NDArray[np.generic]:
+    """Converts fp32 to stored weights of a dtype, rounding to nearest even."""
+    if dtype is Dtype.F32:
+        return values
+    if dtype is Dtype.F16:
+        return values.astype(np.float16).view(np.uint16)
+    bits = values.view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
 def decoded(codes: NDArray[np.uint8], code: Code) -> NDArray[np.float32]:
     """Returns the values that codes stand for, in the shape of `codes`, exactly."""
     return _VALUES[code][codes]

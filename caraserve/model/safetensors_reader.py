@@ -6,6 +6,7 @@ tensor by tensor too, because a decoder holds the interpreter lock until it retu
 """
 
 import json
+import math
 import os
 import re
 import stat
@@ -42,7 +43,7 @@ class TensorFile:
     def __init__(self, path: Path, name: str = "") -> None:
         """Opens the file, which error messages call `name`, else by its own name. Raises TensorFileError for anything
         but a well-formed regular file."""
-        self._name = name or path.name
+        self.name = name or path.name
         self._descriptor = open_regular(path)
         self._closer = weakref.finalize(self, os.close, self._descriptor)  # also without a call of `close`
         self._status = os.fstat(self._descriptor)
@@ -62,7 +63,7 @@ class TensorFile:
         """Returns a tensor's dtype. Raises TensorFileError unless it is F32, F16 or BF16, and for unknown tensors."""
         kind = self._entry(name)["dtype"]
         if kind not in Dtype.__members__:
-            raise TensorFileError(f"{self._name}: tensor {name} has dtype {kind}; F32, F16 and BF16 are supported")
+            raise TensorFileError(f"{self.name}: tensor {name} has dtype {kind}; F32, F16 and BF16 are supported")
         return Dtype[kind]
 
     def raw(self, name: str) -> NDArray[np.generic]:
@@ -73,6 +74,14 @@ class TensorFile:
         """
         return self._values(name, self.dtype(name).storage)
 
+    def rows(self, name: str, start: int, stop: int) -> NDArray[np.generic]:
+        """Reads some rows of a tensor, as `raw`."""
+        shape, dtype = self.shape(name), self.dtype(name)
+        values = np.empty((stop - start, *shape[1:]), dtype.storage)
+        row_bytes = dtype.itemsize * math.prod(shape[1:])
+        self.read_into(name, values.reshape(-1).view(np.uint8).data, start * row_bytes)
+        return values
+
     def codes(self, name: str, code: Code) -> NDArray[np.uint8]:
         """Reads a tensor of codes. Raises TensorFileError if it has another dtype, and as `raw`."""
         self.check_code(name, code)
@@ -82,7 +91,7 @@ class TensorFile:
         """Raises TensorFileError unless a tensor has codes of this kind."""
         kind = self._entry(name)["dtype"]
         if kind != code.value:
-            raise TensorFileError(f"{self._name}: tensor {name} has dtype {kind}; config.json says {code.value}")
+            raise TensorFileError(f"{self.name}: tensor {name} has dtype {kind}; config.json says {code.value}")
 
     def num_bytes(self, name: str) -> int:
         """Returns the bytes of a tensor. Raises TensorFileError when there is no such tensor."""
@@ -110,7 +119,7 @@ class TensorFile:
         """Raises TensorFileError when the file was written after it was opened: what was read may be a mixture."""
         now = os.fstat(self._descriptor)
         if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
-            raise TensorFileError(f"{self._name} was changed while it was being read; try again")
+            raise TensorFileError(f"{self.name} was changed while it was being read; try again")
 
     def close(self) -> None:
         """Closes the file. Idempotent; arrays read from it stay valid."""
@@ -128,7 +137,7 @@ class TensorFile:
         try:
             entry: dict[str, Any] = self._header[name]
         except KeyError:
-            raise TensorFileError(f"{self._name} has no tensor {name}") from None
+            raise TensorFileError(f"{self.name} has no tensor {name}") from None
         return entry
 
     def _values(self, name: str, storage: np.dtype[Any]) -> NDArray[Any]:
@@ -151,24 +160,16 @@ class TensorFile:
             header = _decoded(text.decode())
             _check(bytes(prefix + text), self._status.st_size)
         except OSError as error:
-            raise TensorFileError(f"{self._name} cannot be checked: {error.strerror}") from None
+            raise TensorFileError(f"{self.name} cannot be checked: {error.strerror}") from None
         except (safetensors.SafetensorError, ValueError, RecursionError) as error:
             raise self._invalid(str(error)) from None
         return header, len(prefix) + num_bytes
 
     def _read_into(self, target: memoryview, offset: int, what: str) -> None:
-        done = 0
-        while done < len(target):
-            try:
-                count = os.preadv(self._descriptor, [target[done:]], offset + done)
-            except OSError as error:
-                raise TensorFileError(f"{self._name}: {what} cannot be read: {error.strerror}") from None
-            if count == 0:
-                raise TensorFileError(f"{self._name} was cut short while {what} was being read")
-            done += count
+        read_fully(self._descriptor, target, offset, self.name, what)
 
     def _invalid(self, why: str) -> TensorFileError:
-        return TensorFileError(f"{self._name} is not a valid safetensors file: {why}")
+        return TensorFileError(f"{self.name} is not a valid safetensors file: {why}")
 
 
 def _check(header: bytes, file_bytes: int) -> None:
@@ -262,6 +263,19 @@ def open_regular(path: Path) -> int:
         os.close(descriptor)
         raise TensorFileError(f"{path.name} is not a regular file")
     return descriptor
+
+
+def read_fully(descriptor: int, target: memoryview, offset: int, name: str, what: str) -> None:
+    """Reads as many bytes as `target` has. Raises TensorFileError, which says that `what` of file `name` was read."""
+    done = 0
+    while done < len(target):
+        try:
+            count = os.preadv(descriptor, [target[done:]], offset + done)
+        except OSError as error:
+            raise TensorFileError(f"{name}: {what} cannot be read: {error.strerror}") from None
+        if count == 0:
+            raise TensorFileError(f"{name} was cut short while {what} was being read")
+        done += count
 
 
 def weight_files(folder: Path) -> dict[str, Path]:

@@ -220,8 +220,8 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
 OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda folder: folder.mkdir(), "the folder is empty"),
     "pickle": (
-        lambda folder: (write_adapter(folder) / TENSORS_NAME).rename(folder / "adapter_model.bin"),
-        "the folder holds a pickle, adapter_model.bin; only adapter_model.safetensors is read",
+        lambda folder: (write_adapter(folder) / TENSORS_NAME).rename(folder / "adapter_model.pt"),
+        "the folder holds a pickle, adapter_model.pt; only adapter_model.safetensors and adapter_model.bin are read",
     ),
     "nested": (
         lambda folder: [write_adapter(folder / f"checkpoint-{step}") for step in (500, 1000)],
@@ -230,9 +230,9 @@ OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "deep": (lambda folder: write_adapter(folder / "name" / "checkpoint-5"), "but 'name/checkpoint-5'; only folders"),
     "half": (lambda folder: (write_adapter(folder) / CONFIG_NAME).unlink(), "the folder has no adapter_config.json"),
     "foreign": (
-        lambda folder: (write_adapter(folder) / CONFIG_NAME).rename(folder / "x.gguf") and
-        (folder / TENSORS_NAME).rename(folder / "adapters.safetensors"),
-        "no adapter_model.safetensors, but 'adapters.safetensors', 'x.gguf'",
+        lambda folder: (write_adapter(folder) / CONFIG_NAME).rename(folder / "x.onnx") and
+        (folder / TENSORS_NAME).rename(folder / "y.safetensors"),
+        "no adapter_model.safetensors, but 'x.onnx', 'y.safetensors'",
     ),
 }  # fmt: skip
 

@@ -28,7 +28,7 @@ async def test_other_instances_remove_the_files_of_another_version_and_keep_thos
 ) -> None:
     digest, elsewhere = inspect_adapter(folder, SPEC).digest, Elsewhere()
     async with receiving(tmp_path / "root") as receiver:
-        uploads = AdapterUploads(receiver.catalog, receiver.uploads.reader, SPEC, receiver.root, LIMIT, [elsewhere])
+        uploads = AdapterUploads(receiver.catalog, receiver.uploads.reader, receiver.root, LIMIT, [elsewhere])
         for name, digest_elsewhere in (("same", digest), ("other", "f" * 64)):
             receiver.catalog.adopt(name, digest_elsewhere, 8, 1000)
             body = tar_of(folder)
@@ -43,7 +43,7 @@ async def test_the_deletion_of_an_adapter_of_another_instance_says_whether_that_
 ) -> None:
     async with receiving(tmp_path / "root") as receiver:
         elsewhere = Elsewhere(is_kept)
-        uploads = AdapterUploads(receiver.catalog, receiver.uploads.reader, SPEC, receiver.root, LIMIT, [elsewhere])
+        uploads = AdapterUploads(receiver.catalog, receiver.uploads.reader, receiver.root, LIMIT, [elsewhere])
         receiver.catalog.adopt("far", "f" * 64, 8, 1000)
         assert await uploads.ended(await uploads.unregister("far")) is is_kept
         await uploads.close()

@@ -147,7 +147,7 @@ async def receiving(root: Path, registry: Registry | None = None) -> AsyncIterat
     reader = AdapterReader(SPEC, lambda call: call())
     registry = registry or Registry(None)
     made = catalog(registry, reader, root)
-    uploads = AdapterUploads(made, reader, SPEC, root, LIMIT)
+    uploads = AdapterUploads(made, reader, root, LIMIT)
     try:
         yield Receiver(root, registry, made, uploads)
     finally:

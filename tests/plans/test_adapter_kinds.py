@@ -14,6 +14,7 @@ from caraserve.errors import AdapterRejected
 from caraserve.lora import kinds
 from caraserve.lora.peft import TENSORS_NAME, inspect_adapter, specify
 from caraserve.lora.upload_stream import ArrivingImage
+from caraserve.lora.writers import peft_adapter
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFile
@@ -74,8 +75,8 @@ def test_an_image_can_be_read_while_its_tensors_arrive(tmp_path: Path, plan: Dec
     (header,) = struct.unpack("<Q", content[:8])
     path.write_bytes(content[: 8 + header] + bytes(len(content) - 8 - header))
     with TensorFile(path) as file, path.open("r+b") as growing:
-        layout = specify(folder, file, plan)
-        arriving = ArrivingImage(file, layout, aligned_bytes(layout.spec.num_bytes))
+        layout = specify(peft_adapter(folder, file, plan), plan)
+        arriving = ArrivingImage(layout, aligned_bytes(layout.spec.num_bytes))
         for num_bytes in range(0, len(content) + 1000, 1000):
             os.pwrite(growing.fileno(), content[:num_bytes], 0)
             arriving.advance(num_bytes)

@@ -141,8 +141,7 @@ def test_names_in_adapters_may_differ_from_those_in_the_checkpoint(tmp_path: Pat
     [
         ({"target_modules": ["qkv_proj"]}, "'qkv_proj'; supported modules are c_attn, o_proj, gate_up_proj, down_proj"),
         ({"layers_pattern": "layers"}, "layers_pattern is 'layers'; the base model's layers are at 'h'"),
-        ({"alpha_pattern": {"qkv_proj": 3}}, "alpha_pattern has 'qkv_proj'; only ends of module names are supported"),
-        ({"alpha_pattern": {"layers.0.attn.c_attn": 3}}, "only ends of module names are supported"),
+        ({"alpha_pattern": {"c.attn": 3}}, "alpha_pattern 'c.attn' is a regular expression; write it as module names"),
         ({"exclude_modules": ["0.attn.c_attn"]}, "transformer.h.0.attn.c_attn.lora_A.weight: adapter_config.json does"),
         ({"rank_pattern": {}}, "mlp.gate_up_proj.lora_A.weight has shape [9, 64]; rank 4 on this base model needs [4,"),
     ],
@@ -174,9 +173,6 @@ def test_layers_may_have_different_modules(tmp_path: Path) -> None:
     assert adapter.spec.targets == plan.targets
     assert len(adapter.spec.spans) == 14
     check_products(adapter, plan, tensors_of(plan))
-    assert "is not LoRA A or B of one of qkv_proj, o_proj, gate_up_proj, down_proj, q_proj" in refusal(
-        write(tmp_path, plan, tensors_of(fused)), plan
-    )
 
 
 # --- profiles ---

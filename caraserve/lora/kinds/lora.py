@@ -22,7 +22,7 @@ from caraserve.lora.peft_fields import (
 from caraserve.model.plan import DecoderPlan
 
 # Ways of initialising that only choose A's and B's first values. Others change the base weights too.
-_PLAIN_INITS = ("gaussian", "orthogonal", "eva")
+_PLAIN_INITS = ("gaussian", "orthogonal", "eva", "mica")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,8 @@ class Lora:
         if not (init is None or isinstance(init, bool) or (isinstance(init, str) and init.lower() in _PLAIN_INITS)):
             raise refusal(
                 "init_lora_weights",
-                f"is {shown(init)}, which may change the base weights; convert it to plain LoRA first",
+                f"is {shown(init)}, which may have changed the base weights; save the adapter again with "
+                "path_initial_model_for_weight_conversion, or merge it",
             )
         return LoraSettings(
             pattern_table(fields, "rank_pattern", "r", checked_rank, plan),

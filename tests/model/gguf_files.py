@@ -1,0 +1,61 @@
+"""Writes GGUF files, so that a test can damage any part of them."""
+
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Value = tuple[int, bytes]  # type and bytes
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def value_of(value: Any) -> Value:
+    """Returns a value of metadata."""
+    if isinstance(value, tuple):
+        return value
+    if isinstance(value, bool):
+        return 7, bytes([value])
+    if isinstance(value, int):
+        return 4, struct.pack("<I", value)
+    if isinstance(value, float):
+        return 6, struct.pack("<f", value)
+    if isinstance(value, str):
+        return 8, text(value)
+    kind = value_of(value[0])[0]
+    return 9, struct.pack("<IQ", kind, len(value)) + b"".join(value_of(one)[1] for one in value)
+
+
+Tensor = tuple[str, Sequence[int], int, int]  # name, shape, number of the type, offset
+
+
+def header(metadata: Mapping[str, Any], tensors: Sequence[Tensor], *, version: int = 3, counts: Any = None) -> bytes:
+    """Returns all that comes before the tensors, up to a multiple of 32 bytes. `counts`: claimed, of tensors and of
+    metadata."""
+    data = b"GGUF" + struct.pack("<I2Q", version, *(counts or (len(tensors), len(metadata))))
+    for key, value in metadata.items():
+        kind, content = value_of(value)
+        data += text(key) + struct.pack("<I", kind) + content
+    for name, shape, kind, offset in tensors:
+        data += text(name) + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *reversed(shape))
+        data += struct.pack("<IQ", kind, offset)
+    return data + bytes(-len(data) % 32)
+
+
+TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.uint16): 30}
+
+
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> Path:
+    """Writes a file; uint16 are the bits of bfloat16."""
+    listed, content = [], b""
+    for name, values in tensors.items():
+        listed.append((name, values.shape, TYPES[values.dtype], len(content)))
+        content += values.tobytes()
+        content += bytes(-len(content) % 32)
+    path.write_bytes(header(metadata, listed) + content)
+    return path
