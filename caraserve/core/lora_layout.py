@@ -12,7 +12,9 @@ from the bytes, because folding it in could round.
 """
 
 import math
-from collections.abc import Collection, Mapping
+import sys
+from array import array
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -28,6 +30,7 @@ MAX_RANK = 512
 A_COLUMNS = 16  # a row of A is a whole number of fp32 vectors
 PANEL = 64  # outputs in a panel
 ALIGN_BYTES = 64  # a cache line; every A and B starts on one
+NEVER = sys.maxsize  # the first position of an adapter that is active nowhere
 
 Array = NDArray[np.generic]
 Bytes = NDArray[np.uint8]
@@ -67,18 +70,38 @@ class AdapterSpec:
     layer_ends: tuple[int, ...]  # [layers] where each layer's bytes end; a layer without modules has none
     spans: tuple[SiteSpan, ...]  # ordered by layer, then by site
     chunks: tuple[bytes, ...] = ()  # sha256 of each chunk of the bytes (`lora/manifest.py`)
+    invocation: tuple[int, ...] = ()  # of an activated LoRA: the tokens from which on it is active
 
     @classmethod
-    def of(cls, plan: DecoderPlan, dtype: Dtype, modules: Mapping[Module, RankAndScale], digest: str = "") -> Self:
+    def of(
+        cls,
+        plan: DecoderPlan,
+        dtype: Dtype,
+        modules: Mapping[Module, RankAndScale],
+        digest: str = "",
+        invocation: tuple[int, ...] = (),
+    ) -> Self:
         """Returns the description of an adapter of some modules. Without `digest`, which follows from its bytes."""
         spans, layer_ends = lay_out(plan, dtype, modules)
         changed = {plan.layers[layer].linears[linear].target for layer, linear in modules}
         targets = tuple(target for target in plan.targets if target in changed)
-        return cls(digest, dtype, max(rank for rank, _ in modules.values()), targets, layer_ends, spans)
+        rank = max(rank for rank, _ in modules.values())
+        return cls(digest, dtype, rank, targets, layer_ends, spans, invocation=invocation)
 
     @property
     def num_bytes(self) -> int:
         return self.layer_ends[-1]
+
+    def active_from(self, prompt: Sequence[int]) -> int:
+        """Returns the position from which the adapter is active: 0, or, of an activated LoRA, the first token of the
+        last occurrence of its invocation tokens in the prompt. NEVER: they do not occur, so the base answers."""
+        if not self.invocation:
+            return 0
+        wanted, words = array("q", self.invocation).tobytes(), array("q", prompt).tobytes()
+        start = words.rfind(wanted)
+        while start % 8 and start > 0:  # an occurrence that begins within a token
+            start = words.rfind(wanted, 0, start + len(wanted) - 1)
+        return NEVER if start < 0 else start // 8
 
 
 @dataclass(frozen=True, slots=True)

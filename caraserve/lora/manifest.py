@@ -1,6 +1,7 @@
 """The manifest of an adapter: a description of all its bytes, whose hash is the adapter's digest. No I/O.
 
-    digest = sha256(manifest),   manifest = dtype, modules with rank and scale, sha256 of each chunk of the image
+    digest = sha256(manifest),   manifest = dtype, modules with rank and scale, sha256 of each chunk of the image,
+                                            invocation tokens if there are any
 
 The image is laid out as in `core/lora_layout.py`, the same on every instance. A manifest from another instance holds no
 offsets, because they follow from the modules. Chunks follow the layers, so an image can be verified chunk by chunk
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from caraserve.core.adapter_rules import are_invocation_tokens
 from caraserve.core.lora_layout import MAX_RANK, AdapterSpec, Module, RankAndScale
 from caraserve.errors import AdapterRejected
 from caraserve.model.dtype import Dtype
@@ -71,7 +73,8 @@ def manifest_of(spec: AdapterSpec) -> bytes:
     """Returns an adapter's manifest as JSON. Equal adapters have equal manifests."""
     modules = list(dict.fromkeys((*span.module, span.rank, span.scale) for span in spec.spans))
     chunks = [one.hex() for one in spec.chunks]
-    return json.dumps([_FORMAT, spec.dtype.value, modules, chunks], separators=(",", ":")).encode()
+    invocation = [spec.invocation] if spec.invocation else []
+    return json.dumps([_FORMAT, spec.dtype.value, modules, chunks, *invocation], separators=(",", ":")).encode()
 
 
 def read_manifest(body: bytes, digest: str, plan: DecoderPlan) -> AdapterSpec:
@@ -81,19 +84,28 @@ def read_manifest(body: bytes, digest: str, plan: DecoderPlan) -> AdapterSpec:
         raise AdapterRejected(f"adapter {digest[:12]}: what was read is not its manifest")
 
     try:
-        written, dtype, listed, chunks = json.loads(body)
+        written, dtype, listed, chunks, *invocation = json.loads(body)
         if written != _FORMAT:
             raise ValueError(f"format {written}")
         modules = dict(_module(value, plan) for value in listed)
         if not modules or len(modules) != len(listed):
             raise ValueError("modules")
-        spec = AdapterSpec.of(plan, Dtype(dtype), modules, digest)
+        spec = AdapterSpec.of(plan, Dtype(dtype), modules, digest, _invocation(invocation))
         hashes = tuple(bytes.fromhex(one) for one in chunks)
         if len(hashes) != len(chunk_ends(spec.layer_ends)) or any(len(one) != 32 for one in hashes):
             raise ValueError("chunks")
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise AdapterRejected(f"adapter {digest[:12]} is not for this base model or this version: {error}") from None
     return replace(spec, chunks=hashes)
+
+
+def _invocation(written: list[Any]) -> tuple[int, ...]:
+    if not written:
+        return ()
+    (tokens,) = written
+    if not are_invocation_tokens(tokens):
+        raise ValueError(f"invocation {tokens}")
+    return tuple(tokens)
 
 
 def _module(value: Any, plan: DecoderPlan) -> tuple[Module, RankAndScale]:

@@ -242,7 +242,7 @@ def _layout(config: PeftConfig, file: AdapterTensors, plan: DecoderPlan, base: B
     exact = dtypes.pop() if len(dtypes) == 1 else Dtype.F32  # fp32 represents all of them exactly
     dtype = Dtype.F32 if config.kind.is_computed else exact
     sizes = {place: (module.rank, module.scale) for place, module in modules.items()}
-    spec = AdapterSpec.of(plan, dtype, sizes)
+    spec = AdapterSpec.of(plan, dtype, sizes, invocation=config.invocation)
     return TensorLayout(plan, config.kind, modules, spec, file, tuple(found.copies), (*config.notes, *found.notes))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from caraserve.core.adapter_rules import MAX_INVOCATION_TOKENS, are_invocation_tokens
 from caraserve.errors import AdapterRejected
 from caraserve.lora.joined_modules import other_names
 from caraserve.lora.kinds import AdapterKind, ModuleSettings, kind_of
@@ -40,7 +41,8 @@ _FOREIGN = {"task", "unsloth_version", "unsloth_fixed", "base_model_class", "par
 _REFUSED = {"layer_replication": "builds another base model; merge the adapter into that base"}
 # Fields of every kind, that are read below and applied or refused there.
 _UNDERSTOOD = {"peft_type", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
-_UNDERSTOOD |= {"modules_to_save"}
+_INVOCATION = "alora_invocation_tokens"
+_UNDERSTOOD |= {"modules_to_save", _INVOCATION}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class PeftConfig:
     excluded_pattern: str | None
     layers: frozenset[int] | None  # None: every layer
     saved: tuple[str, ...]  # ends of the names of trained modules, whose tensors are in the file
+    invocation: tuple[int, ...]  # of an activated LoRA: the tokens from which on it is active
     notes: tuple[str, ...]  # what of the configuration is left out, for the log
 
     def covers(self, layer: int, module: str) -> bool:
@@ -117,6 +120,7 @@ def parse_config(fields: Fields, plan: DecoderPlan) -> PeftConfig:
         excluded_pattern=_pattern(fields.get("exclude_modules")),
         layers=_layers(fields.get("layers_to_transform")),
         saved=_saved(fields.get("modules_to_save")),
+        invocation=_invocation(fields.get(_INVOCATION), kind),
         notes=tuple(notes),
     )
 
@@ -161,6 +165,16 @@ def _check_layers_pattern(value: Any, plan: DecoderPlan) -> None:
     if not any(isinstance(name, str) and name in lists | ends for name in names):
         known = " or ".join(repr(end) for end in sorted(ends))
         raise refusal("layers_pattern", f"is {shown(value)}; the base model's layers are at {known}")
+
+
+def _invocation(value: Any, kind: AdapterKind) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not are_invocation_tokens(value):
+        raise refusal(_INVOCATION, f"is {shown(value)}; a list of 1 to {MAX_INVOCATION_TOKENS} token ids is needed")
+    if (kind.peft_type, kind.switch) != ("LORA", None):
+        raise refusal(_INVOCATION, "is set; only plain LoRA can be activated")
+    return tuple(value)
 
 
 def _pattern(value: Any) -> str | None:

@@ -181,11 +181,13 @@ def make_adapter(
     layers: Sequence[int] | None = None,
     dtype: str = "float32",
     alpha: float | None = None,
+    invocation: Sequence[int] | None = None,
 ) -> Path:
     """Saves a random peft adapter for the model in `model_folder` into `folder` and returns it.
 
     Neither A nor B is zero, and every adapted module changes its weights by about half of their size, whatever the
-    rank and the scale. `alpha` is twice the rank unless given; `layers` None means all of them.
+    rank and the scale. `alpha` is twice the rank unless given; `layers` None means all of them. `invocation`: tokens
+    from which on an activated LoRA is active.
     """
     config = LoraConfig(
         r=rank,
@@ -196,6 +198,7 @@ def make_adapter(
         alpha_pattern=dict(alpha_pattern or {}),
         layers_to_transform=None if layers is None else list(layers),
         task_type="CAUSAL_LM",
+        alora_invocation_tokens=None if invocation is None else list(invocation),
     )
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), config)
     generator = torch.Generator().manual_seed(seed)
