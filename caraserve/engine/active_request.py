@@ -69,6 +69,12 @@ class ActiveRequest:
         return self.adapter is not None and self.adapter.spec is not None and bool(self.adapter.spec.invocation)
 
     @property
+    def needs_device_copy(self) -> bool:
+        """Whether it starts only when its whole adapter is on the device: an adapter changes the embedding or the head
+        there alone."""
+        return self.adapter is not None and self.adapter.spec is not None and bool(self.adapter.spec.vocabulary)
+
+    @property
     def is_streamed(self) -> bool:
         """Whether its adapter is copied to the device while it is still being downloaded."""
         return self.adapter is not None and self.adapter.tier is AdapterTier.STREAMING

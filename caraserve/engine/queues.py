@@ -182,6 +182,8 @@ class RequestQueues:
             or not self._side_batches.may_stream(self.running)
         ):
             return False
+        if active.needs_device_copy and active.adapter.tier is not AdapterTier.DEVICE:
+            return False
         prefill = self._prefill_of(active, begins_s, iteration_s)
         may_assist = not active.is_activated and self._side_batches.may_assist(self.running)
         start = self._manager.arrivals.start_of(active.adapter, prefill, may_assist=may_assist)

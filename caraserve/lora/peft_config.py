@@ -42,7 +42,8 @@ _REFUSED = {"layer_replication": "builds another base model; merge the adapter i
 # Fields of every kind, that are read below and applied or refused there.
 _UNDERSTOOD = {"peft_type", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
 _INVOCATION = "alora_invocation_tokens"
-_UNDERSTOOD |= {"modules_to_save", _INVOCATION}
+TRAINED_TOKENS = "trainable_token_indices"  # whose rows of the embedding were trained
+_UNDERSTOOD |= {"modules_to_save", _INVOCATION, TRAINED_TOKENS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class PeftConfig:
     layers: frozenset[int] | None  # None: every layer
     saved: tuple[str, ...]  # ends of the names of trained modules, whose tensors are in the file
     invocation: tuple[int, ...]  # of an activated LoRA: the tokens from which on it is active
+    tokens: Any  # whose rows were trained: a list, or lists by module; None: none; not checked
     notes: tuple[str, ...]  # what of the configuration is left out, for the log
 
     def covers(self, layer: int, module: str) -> bool:
@@ -72,7 +74,8 @@ class PeftConfig:
 
     def is_known_to(self, plan: DecoderPlan) -> bool:
         """Returns whether all names that are targeted are those of modules in the base model."""
-        return self.targets is None or all(name.split(".")[-1] in plan.targets for name in self.targets)
+        known = {*plan.targets, *plan.vocabulary_targets.values()}
+        return self.targets is None or all(name.split(".")[-1] in known for name in self.targets)
 
     def check_patterns(self, modules: tuple[str, ...]) -> None:
         """Raises AdapterRejected unless the regular expressions target all modules that have tensors, or ServerBusy if
@@ -121,6 +124,7 @@ def parse_config(fields: Fields, plan: DecoderPlan) -> PeftConfig:
         layers=_layers(fields.get("layers_to_transform")),
         saved=_saved(fields.get("modules_to_save")),
         invocation=_invocation(fields.get(_INVOCATION), kind),
+        tokens=fields.get(TRAINED_TOKENS),
         notes=tuple(notes),
     )
 
@@ -189,18 +193,18 @@ def _targets(value: Any, plan: DecoderPlan) -> frozenset[str] | None:
     if not value or not _are_names(value):
         raise refusal("target_modules", "must be a list of module names, or a pattern")
     foreign = _foreign_targets(value, plan)
-    beside = {(plan.head or "lm_head.weight").split(".")[-2], plan.embed.split(".")[-2]}  # that have no A and B here
-    refused = [name for name in foreign if name.split(".")[-1] in beside or len(foreign) == len(value)]
-    if refused:
-        raise refusal("target_modules", f"has {shown(refused[0])}; supported modules are {', '.join(plan.targets)}")
+    if len(foreign) == len(value):
+        known = ", ".join((*plan.targets, *plan.vocabulary_targets.values()))
+        raise refusal("target_modules", f"has {shown(foreign[0])}; supported modules are {known}")
     return frozenset(value)
 
 
 def _foreign_targets(value: Any, plan: DecoderPlan) -> list[str]:
     """Returns the names in a list of targets that no module of the base model has."""
-    if not _are_names(value) or all(name.split(".")[-1] in plan.targets for name in value):
+    ours = {*plan.targets, *plan.vocabulary_targets.values()}
+    if not _are_names(value) or all(name.split(".")[-1] in ours for name in value):
         return []
-    known = {*plan.targets, *(name.rpartition(".")[2] for name in other_names(plan))}
+    known = {*ours, *(name.rpartition(".")[2] for name in other_names(plan))}
     return [name for name in value if name.split(".")[-1] not in known]
 
 

@@ -105,7 +105,7 @@ class _Names:
         self.words: list[set[str]] = []  # by their distance from the end
         self._shapes: set[str] = set()  # whole names, with 0 for each digit
         self._foreign = 0
-        for name in (*plan.adapter_modules, *other_names(plan)):
+        for name in (*plan.adapter_modules, *plan.vocabulary_modules, *other_names(plan)):
             self._shapes.add(_DIGIT.sub("0", name))
             for distance, word in enumerate(reversed(name.split("."))):
                 if distance == len(self.words):

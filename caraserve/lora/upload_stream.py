@@ -36,7 +36,7 @@ class ArrivingImage:
         self._into[:] = 0  # padding stays zero
         self._hasher = ChunkHasher(self._spec.layer_ends)
         self._ranges = list(pairwise((0, *self._spec.layer_ends)))
-        matrices = product(layout.modules, MATRICES)
+        matrices = product(self._writer.modules, MATRICES)
         self._pending = deque(sorted((self._writer.end(*matrix), *matrix) for matrix in matrices))
         self._missing = Counter(layer for _, (layer, _), _ in self._pending)  # matrices of each layer
 

@@ -53,7 +53,7 @@ def test_a_manifest_describes_all_of_an_adapter_except_its_bytes() -> None:
 
 @pytest.mark.parametrize("written", [[], [-1], [1.0], [True], "text", [1] * 257, None, 5])
 def test_invocation_tokens_that_are_none_are_refused(written: Any) -> None:
-    body = json.dumps([*json.loads(manifest_of(image().spec)), written]).encode()
+    body = json.dumps([*json.loads(manifest_of(image().spec)), {"invocation": written}]).encode()
     with pytest.raises(AdapterRejected, match="invocation"):
         read_manifest(body, hashlib.sha256(body).hexdigest(), MODEL)
 
