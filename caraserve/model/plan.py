@@ -423,12 +423,15 @@ class DecoderPlan:
     @cached_property
     def vocabulary_modules(self) -> dict[str, Literal["embedding", "head"]]:
         """The names that adapters may have for the embedding and the head, with every prefix."""
-        modules: dict[str, Literal["embedding", "head"]] = {}
         embed, head = (name.removesuffix(".weight") for name in (self.embed, self.head or "lm_head.weight"))
+        own = max(filter(embed.startswith, self.adapter_prefixes), key=len, default="")
+        modules: dict[str, Literal["embedding", "head"]] = {embed: "embedding", head: "head"}
         for prefix in self.adapter_prefixes:
-            if own := max(filter(embed.startswith, self.adapter_prefixes), key=len, default=None):
+            if own:
                 modules[prefix + embed.removeprefix(own)] = "embedding"
-        return modules | {embed: "embedding", head: "head"}
+            if prefix.endswith(".model."):  # of a model within another, which has its head beside it
+                modules[prefix.removesuffix("model.") + head] = "head"
+        return modules
 
     @cached_property
     def vocabulary_targets(self) -> dict[str, str]:
