@@ -35,7 +35,7 @@ from caraserve.lora.kinds import MATRICES, AdapterKind
 from caraserve.lora.manifest import ChunkHasher, identified
 from caraserve.lora.peft_config import PeftConfig, parse_config
 from caraserve.lora.peft_fields import CONFIG_NAME
-from caraserve.lora.vocabulary import ChangedMatrix, VocabularyWriter, vocabulary_of
+from caraserve.lora.vocabulary import ChangedMatrix, VocabularyWriter, differing_rows, is_whole_matrix, vocabulary_of
 from caraserve.lora.writers import open_adapter
 from caraserve.lora.writers.stored_adapter import StoredAdapter
 from caraserve.model.base_tensors import BaseTensors
@@ -118,7 +118,7 @@ class ImageWriter:
     def _write_vocabulary(self, module: Module, matrix: str, data: Bytes, start: int) -> None:
         dtype, vocabulary = self._layout.spec.dtype, self._vocabulary
         change, tensor = vocabulary.change(module), vocabulary.source(module, matrix)
-        values, largest = _finite(self._file, tensor, dtype)
+        values, largest = _finite(self._file, tensor, dtype, vocabulary.rows(module))
         if (other := self._largest.pop(module, None)) is None:
             self._largest[module] = largest
         elif change.rank:
@@ -174,7 +174,7 @@ def inspect_adapter(
 
 def check_layout(folder: Path, plan: DecoderPlan, base: BaseTensors | None = None) -> AdapterSpec:
     """Checks an adapter's configuration, and the names and shapes of its tensors, and returns its layout without a
-    digest. Reads no tensor. Raises as `inspect_adapter`."""
+    digest. Reads what `specify` does. Raises as `inspect_adapter`."""
     with opened(folder, plan) as adapter:
         return specify(adapter, plan, base).spec
 
@@ -252,22 +252,41 @@ def opened(folder: Path, plan: DecoderPlan) -> Iterator[StoredAdapter]:
         raise AdapterRejected(str(error)) from None
 
 
-def specify(adapter: StoredAdapter, plan: DecoderPlan, base: BaseTensors | None = None) -> TensorLayout:
-    """Returns the layout of an adapter's tensors in the file and in the image. Reads no tensor. Raises AdapterRejected,
-    or ServerBusy if the configuration's regular expressions cannot be matched now."""
+class WholeFileNeeded(Exception):
+    """The error of an adapter that is still arriving, and whose layout depends on values in its file."""
+
+
+def specify(
+    adapter: StoredAdapter, plan: DecoderPlan, base: BaseTensors | None = None, *, is_arriving: bool = False
+) -> TensorLayout:
+    """Returns the layout of an adapter's tensors in the file and in the image. Reads no tensor but a whole embedding or
+    head, which is compared with the base model's. Raises AdapterRejected, ServerBusy if the configuration's regular
+    expressions cannot be matched now, or WholeFileNeeded if the file `is_arriving`."""
     refuse_experts(adapter.tensors, plan)
     config = parse_config(adapter.fields, plan)
-    layout = _layout(config, adapter.tensors, plan, base)
+    layout = _layout(config, adapter.tensors, plan, base, is_arriving=is_arriving)
     names = [name for module in sorted(layout.modules) for name in layout.modules[module].names]
     config.check_patterns((*names, *(one.module for one in layout.vocabulary if one.change.rank)))
     return layout
 
 
-def _layout(config: PeftConfig, file: AdapterTensors, plan: DecoderPlan, base: BaseTensors | None) -> TensorLayout:
+def _layout(
+    config: PeftConfig,
+    file: AdapterTensors,
+    plan: DecoderPlan,
+    base: BaseTensors | None,
+    *,
+    is_arriving: bool = False,
+) -> TensorLayout:
     """As `specify`, but matches no regular expressions: they change nothing in the layout."""
     found = find_tensors(file, config.kind, plan, base)
     check_saved_modules(config.saved, found.copies)
-    vocabulary = vocabulary_of(file, found.vocabulary, config, plan)
+    whole = [copy for copy in found.copies if is_whole_matrix(copy, plan)]
+    if whole and is_arriving:
+        raise WholeFileNeeded
+    differing = differing_rows(whole, file, plan, base) if base is not None else []
+    vocabulary = vocabulary_of(file, found.vocabulary, differing, config, plan)
+    copies = tuple(copy for copy in found.copies if copy not in whole)
     file, modules = adapted_modules(file, found, config, plan)
     tensors = [tensor for module in modules.values() for tensor in module.tensors.values()]
     dtypes = {file.dtype(tensor) for tensor in (*tensors, *(name for one in vocabulary for name in one.tensors))}
@@ -277,13 +296,14 @@ def _layout(config: PeftConfig, file: AdapterTensors, plan: DecoderPlan, base: B
     changes = [one.change for one in vocabulary]
     spec = AdapterSpec.of(plan, dtype, sizes, invocation=config.invocation, vocabulary=changes)
     notes = *config.notes, *found.notes
-    return TensorLayout(plan, config.kind, modules, spec, file, tuple(found.copies), notes, tuple(vocabulary))
+    return TensorLayout(plan, config.kind, modules, spec, file, copies, notes, tuple(vocabulary))
 
 
-def _finite(file: AdapterTensors, name: str, dtype: Dtype) -> tuple[Array, float]:
-    """Returns a tensor in the adapter's dtype, and its largest absolute value. Raises AdapterRejected if a value is not
-    finite."""
-    raw, source = file.raw(name), file.dtype(name)
+def _finite(file: AdapterTensors, name: str, dtype: Dtype, rows: Sequence[int] | None = None) -> tuple[Array, float]:
+    """Returns a tensor, or some of its rows, in the adapter's dtype, and the largest absolute value. Raises
+    AdapterRejected if a value is not finite."""
+    raw = file.raw(name) if rows is None else np.concatenate([file.rows(name, row, row + 1) for row in rows])
+    source = file.dtype(name)
     largest = _largest(raw, source)
     if not math.isfinite(largest):
         raise AdapterRejected(f"tensor {name} has values that are not finite")

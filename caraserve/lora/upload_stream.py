@@ -78,7 +78,7 @@ class UploadStream(UploadSource):
 
     def __init__(self, name: str, folder: Path, reader: AdapterReader) -> None:
         """Reads the file's header, which must have been written. Raises AdapterRejected for an adapter that does not
-        fit the base model."""
+        fit the base model, or WholeFileNeeded."""
         self._reader = reader
         self._outcome: Source | CaraServeError | None = None
         self._reading: _Reading | None = None

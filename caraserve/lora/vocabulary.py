@@ -3,14 +3,16 @@
     lm_head.lora_A.weight [rank, hidden], lm_head.lora_B.weight [vocab, rank]       scale · B A
     embed_tokens.lora_embedding_A [rank, vocab], .lora_embedding_B [hidden, rank]   scale · B A; tokens are A's columns
     embed_tokens.token_adapter.trainable_tokens_delta [tokens, hidden]              the new rows, in place of the base's
+    lm_head.weight, embed_tokens.weight                                             all rows; those that differ are kept
 
-Where the base's head is tied to its embedding, LoRA changes only the side in whose module it is, and trained tokens
-change both sides.
+Where the base's head is tied to its embedding, LoRA and whole matrices change only the side in whose module they are,
+and trained tokens change both sides.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from caraserve.core.lora_layout import (
@@ -27,10 +29,13 @@ from caraserve.core.lora_layout import (
 )
 from caraserve.errors import AdapterRejected
 from caraserve.lora.adapter_tensors import AdapterTensors
+from caraserve.lora.base_copies import BaseCopy
 from caraserve.lora.peft_config import TRAINED_TOKENS, PeftConfig
 from caraserve.lora.peft_fields import refusal, shown
+from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
+from caraserve.util.units import human_bytes
 
 _ADAPTER = r"(?P<adapter>(?:\.[A-Za-z0-9_-]+)?)"
 _NAMES = (
@@ -52,6 +57,7 @@ class ChangedMatrix:
     change: VocabularyChange
     module: str  # in the file
     tensors: tuple[str, ...]  # names in the file
+    is_picked: bool = False  # whether the new rows are those of their tokens in a whole matrix
 
 
 def vocabulary_tensor(name: str, plan: DecoderPlan) -> tuple[str, str] | None:
@@ -63,12 +69,44 @@ def vocabulary_tensor(name: str, plan: DecoderPlan) -> tuple[str, str] | None:
     return (match["module"], match["tensor"]) if match["tensor"] in (*_LORA[side], _ROWS) else None
 
 
+def is_whole_matrix(copy: BaseCopy, plan: DecoderPlan) -> bool:
+    """Returns whether a tensor replaces the embedding or the head (`modules_to_save`)."""
+    module, _, tensor = copy.saved.name.rpartition(".")
+    return not copy.saved.is_original and tensor == "weight" and module in plan.vocabulary_modules
+
+
+def differing_rows(
+    copies: Iterable[BaseCopy], file: AdapterTensors, plan: DecoderPlan, base: BaseTensors
+) -> list[ChangedMatrix]:
+    """Compares whole matrices with the base model's, and returns those with other rows. Raises AdapterRejected for too
+    many, and TensorFileError."""
+    found: list[ChangedMatrix] = []
+    for copy in copies:
+        stored, module = copy.saved.stored, copy.saved.name.rpartition(".")[0]
+        tokens = base.changed_rows(copy.base, partial(file.rows, stored), file.dtype(stored)).tolist()
+        if len(tokens) > MAX_ROWS:
+            size = human_bytes(file.dtype(stored).itemsize * len(tokens) * plan.hidden)
+            raise AdapterRejected(
+                f"{file.name}: {stored} replaces {len(tokens)} rows ({size}) of the base; at most {MAX_ROWS} changed "
+                f"rows are kept. Train {module.rpartition('.')[2]} as a LoRA target or use {TRAINED_TOKENS}"
+            )
+        if tokens:
+            change = VocabularyChange(plan.vocabulary_modules[module], tokens=tuple(tokens))
+            found.append(ChangedMatrix(change, module, (stored,), is_picked=True))
+    return found
+
+
 def vocabulary_of(
-    file: AdapterTensors, modules: Mapping[str, Mapping[str, str]], config: PeftConfig, plan: DecoderPlan
+    file: AdapterTensors,
+    modules: Mapping[str, Mapping[str, str]],
+    whole: Iterable[ChangedMatrix],
+    config: PeftConfig,
+    plan: DecoderPlan,
 ) -> list[ChangedMatrix]:
     """Returns all changes of the embedding and the head, the former first. `modules`: their tensors, by module and by
-    the names in it. Raises AdapterRejected if one lacks tensors, or cannot be applied, and TensorFileError."""
-    found: list[ChangedMatrix] = []
+    the names in it; `whole`: changes by whole matrices. Raises AdapterRejected if one lacks tensors, or cannot be
+    applied, and TensorFileError."""
+    found = list(whole)
     for module, tensors in modules.items():
         if _ROWS in tensors:
             found += _rows_of(file, module, tensors[_ROWS], config, plan)
@@ -78,7 +116,7 @@ def vocabulary_of(
         is_there = any(one.change.side == side and one.change.rank for one in found)
         if not is_there and config.requires(-1, module):
             raise refusal("target_modules", f"covers {module}, but {file.name} has no tensors for it")
-    if config.tokens and not any(one.change.tokens for one in found):
+    if config.tokens and not any(_ROWS in tensors for tensors in modules.values()):
         raise refusal(TRAINED_TOKENS, f"is set, but {file.name} has no {_ROWS}")
     _refuse_combinations(found, config, plan)
     return sorted(found, key=lambda one: one.change.side)
@@ -177,6 +215,11 @@ class VocabularyWriter:
     def source(self, module: Module, matrix: str) -> str:
         """Returns the name of the tensor with A or B; both are the rows if rows are replaced."""
         return self._changes[module][0].tensors[-1 if matrix == "B" else 0]
+
+    def rows(self, module: Module) -> tuple[int, ...] | None:
+        """Returns the rows of the tensor that are written; None: all."""
+        matrix = self._changes[module][0]
+        return matrix.change.tokens if matrix.is_picked else None
 
     def inputs(self, module: Module) -> int:
         """Returns how many numbers other than 0 are multiplied by a row of A."""

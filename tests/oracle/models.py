@@ -183,13 +183,14 @@ def make_adapter(
     alpha: float | None = None,
     invocation: Sequence[int] | None = None,
     tokens: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+    saved: Mapping[str, Sequence[int]] | None = None,
 ) -> Path:
     """Saves a random peft adapter for the model in `model_folder` into `folder` and returns it.
 
     Neither A nor B is zero, and every adapted module changes its weights by about half of their size, whatever the
     rank and the scale. `alpha` is twice the rank unless given; `layers` None means all of them. `invocation`: tokens
     from which on an activated LoRA is active. `tokens`: whose rows of the embedding, or of modules by name, are
-    replaced.
+    replaced. `saved`: modules that are saved whole, by name, and their rows that are changed.
     """
     config = LoraConfig(
         r=rank,
@@ -200,6 +201,7 @@ def make_adapter(
         alpha_pattern=dict(alpha_pattern or {}),
         layers_to_transform=None if layers is None else list(layers),
         task_type="CAUSAL_LM",
+        modules_to_save=list(saved or ()) or None,
         trainable_token_indices=tokens,  # type: ignore[arg-type]
         alora_invocation_tokens=None if invocation is None else list(invocation),
     )
@@ -211,7 +213,11 @@ def make_adapter(
     for name, parameter in model.named_parameters():
         if "trainable_tokens_delta" in name:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
-    model.save_pretrained(str(folder), save_embedding_layers=False)
+        for module, rows in (saved or {}).items():
+            if f"{module}.modules_to_save" in name:
+                parameter.data[list(rows)] += 0.3 * torch.randn((len(rows), parameter.shape[1]), generator=generator)
+    # With the base's embedding and head beside their LoRA, which is the default, but with a warning.
+    model.save_pretrained(str(folder), save_embedding_layers=not {"embed_tokens", "lm_head"}.isdisjoint(targets))
     return folder
 
 

@@ -14,6 +14,9 @@ KINDS: Kinds = {
     "embedding": {"rank": 4, "targets": ("v_proj", "embed_tokens"), "dtype": "bfloat16"},
     "both": {"rank": 16, "targets": ("embed_tokens", "lm_head"), "rslora": True, "dtype": "float16"},
     "rows": {"rank": 4, "targets": ("q_proj",), "tokens": TOKENS},
+    "saved": {"rank": 4, "targets": ("q_proj",), "saved": {"lm_head": TOKENS[2:], "embed_tokens": TOKENS[:4]}},
+    "saved-head": {"rank": 4, "targets": ("q_proj",), "saved": {"lm_head": TOKENS}},
+    "saved-embedding": {"rank": 4, "targets": ("q_proj",), "saved": {"embed_tokens": TOKENS}},
 }
 UNTIED: Kinds = {
     "head-rows": {"rank": 4, "targets": ("q_proj", "embed_tokens"), "tokens": {"lm_head": TOKENS[:3]}},
