@@ -122,7 +122,7 @@ def _others(written: list[Any], plan: DecoderPlan) -> tuple[tuple[int, ...], lis
     }:
         raise ValueError(f"invocation {tokens} or {list(others)}")
     changes = [_vocabulary_change(value, plan) for value in listed]
-    if len({(change.side, bool(change.tokens)) for change in changes}) != len(changes):
+    if len({change.side for change in changes}) != len(changes):
         raise ValueError("vocabulary")
     return tuple(tokens), changes
 

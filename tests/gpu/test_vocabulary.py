@@ -7,7 +7,7 @@ import pytest
 
 from tests.gpu.answers import CONTEXT
 from tests.gpu.host_backend import GRANULE_BYTES, serving
-from tests.oracle.vocabulary import BASES, VocabularySubject, make_vocabulary_subject, prompts_with_changed_tokens
+from tests.oracle.vocabulary import VocabularySubject, make_vocabulary_subject, prompts_with_changed_tokens
 from tests.serving import MIB, Answer, engine_config, lora_config, model_config, submit
 
 pytestmark = [
@@ -16,16 +16,16 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=BASES)
+@pytest.fixture(scope="module", params=["llama3", "gemma3"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VocabularySubject:
     return make_vocabulary_subject(tmp_path_factory.mktemp(request.param), request.param)
 
 
-@pytest.mark.parametrize("mode", ["pipelined", "assisted", "merged"])
+@pytest.mark.parametrize("mode", ["pipelined", "merged"])
 def test_tokens_and_scores_are_those_of_peft(subject: VocabularySubject, mode: str) -> None:
     """All adapters and none, in the same batches, in chunks; adapters are evicted and moved meanwhile."""
-    prompts = prompts_with_changed_tokens(2)
-    asked = [(prompt, name) for prompt in prompts for name in subject.oracles]
+    (prompt,) = prompts_with_changed_tokens(1)
+    asked = [(prompt, name) for name in subject.oracles]
     random.Random(5).shuffle(asked)
     pool_bytes = 24 * GRANULE_BYTES
     lora = lora_config(subject.adapters, mode=mode, device_bytes=pool_bytes, host_bytes=4 * MIB)

@@ -2,9 +2,16 @@
 and scaled embeddings, in one batch with other adapters."""
 
 import asyncio
+import shutil
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from caraserve.errors import AdapterRejected
+from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
+from caraserve.model.base_tensors import BaseTensors
+from caraserve.model.families import load_plan
 from tests.oracle.vocabulary import BASES, VocabularySubject, make_vocabulary_subject, prompts_with_changed_tokens
 from tests.serving import engine_config, lora_config, model_config, running, submit
 
@@ -14,6 +21,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=T
 @pytest.fixture(scope="module", params=BASES)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VocabularySubject:
     return make_vocabulary_subject(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def test_a_head_with_too_many_other_rows_is_refused(subject: VocabularySubject, tmp_path: Path) -> None:
+    plan = load_plan(subject.model)
+    folder = shutil.copytree(subject.adapters["saved-head"], tmp_path / "many")
+    tensors = load_file(folder / TENSORS_NAME)
+    (name,) = (name for name in tensors if name.endswith("lm_head.weight"))
+    tensors[name][:300] += 1
+    save_file(tensors, folder / TENSORS_NAME)
+    with pytest.raises(AdapterRejected, match=r"lm_head.weight replaces 301 rows \(.*\) of the base; at most 256"):
+        inspect_adapter(folder, plan, BaseTensors(subject.model, plan))
 
 
 @pytest.mark.parametrize("mode", ["overlapped", "assisted", "merged"])
