@@ -20,13 +20,16 @@ import sys
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
+from caraserve.model.vocabulary import SIDES as SIDES
+from caraserve.model.vocabulary import Side as Side
+from caraserve.model.vocabulary import vocabulary_targets
 from caraserve.util.units import align_up, ceil_div
 
 RANK_STEP = 8
@@ -41,8 +44,6 @@ Array = NDArray[np.generic]
 Bytes = NDArray[np.uint8]
 Module = tuple[int, int]  # layer, index of the linear in it
 RankAndScale = tuple[int, float]
-Side = Literal["embedding", "head"]
-SIDES: tuple[Side, ...] = ("embedding", "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class AdapterSpec:
         changed = {plan.layers[layer].linears[linear].target for layer, linear in modules}
         sides = {change.side for change in vocabulary}
         targets = tuple(target for target in plan.targets if target in changed)
-        targets += tuple(plan.vocabulary_targets[side] for side in SIDES if side in sides)
+        targets += tuple(vocabulary_targets(plan)[side] for side in SIDES if side in sides)
         rank = max(1, *(rank for rank, _ in modules.values()), *(change.rank for change in vocabulary))
         ends = (*layer_ends[:-1], end)
         return cls(digest, dtype, rank, targets, ends, spans, invocation=invocation, vocabulary=before + after)

@@ -20,6 +20,7 @@ from caraserve.lora.tensor_names import is_ignored, normalised, saved_tensor
 from caraserve.lora.vocabulary import vocabulary_tensor
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.plan import DecoderPlan
+from caraserve.model.vocabulary import vocabulary_targets
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,5})(?=\.)")
 
@@ -98,7 +99,7 @@ def _sort_other(
     match = kind.tensor_name.fullmatch(normalised(name))
     if match is not None and _is_past_the_last_layer(match["module"], plan):
         raise AdapterRejected(f"tensor {name}: the base model has only {len(plan.layers)} layers")
-    known = ", ".join((*plan.targets, *plan.vocabulary_targets.values()))
+    known = ", ".join((*plan.targets, *vocabulary_targets(plan).values()))
     raise AdapterRejected(f"tensor {ascii(name)[:200]} is not {kind.what} of one of {known}")
 
 

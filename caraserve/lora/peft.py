@@ -284,7 +284,7 @@ def _layout(
     whole = [copy for copy in found.copies if is_whole_matrix(copy, plan)]
     if whole and is_arriving:
         raise WholeFileNeeded
-    differing = differing_rows(whole, file, plan, base) if base is not None else []
+    differing = differing_rows(whole, file, config, plan, base) if base is not None else []
     vocabulary = vocabulary_of(file, found.vocabulary, differing, config, plan)
     copies = tuple(copy for copy in found.copies if copy not in whole)
     file, modules = adapted_modules(file, found, config, plan)

@@ -22,6 +22,7 @@ from caraserve.lora.peft_fields import Fields, name_ends, refusal, shown
 from caraserve.lora.target_patterns import matched
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFileError, open_regular
+from caraserve.model.vocabulary import vocabulary_targets
 
 _MAX_CONFIG_BYTES = 1 << 20
 _SHOWN = 5  # names in a message
@@ -74,7 +75,7 @@ class PeftConfig:
 
     def is_known_to(self, plan: DecoderPlan) -> bool:
         """Returns whether all names that are targeted are those of modules in the base model."""
-        known = {*plan.targets, *plan.vocabulary_targets.values()}
+        known = {*plan.targets, *vocabulary_targets(plan).values()}
         return self.targets is None or all(name.split(".")[-1] in known for name in self.targets)
 
     def check_patterns(self, modules: tuple[str, ...]) -> None:
@@ -194,14 +195,14 @@ def _targets(value: Any, plan: DecoderPlan) -> frozenset[str] | None:
         raise refusal("target_modules", "must be a list of module names, or a pattern")
     foreign = _foreign_targets(value, plan)
     if len(foreign) == len(value):
-        known = ", ".join((*plan.targets, *plan.vocabulary_targets.values()))
+        known = ", ".join((*plan.targets, *vocabulary_targets(plan).values()))
         raise refusal("target_modules", f"has {shown(foreign[0])}; supported modules are {known}")
     return frozenset(value)
 
 
 def _foreign_targets(value: Any, plan: DecoderPlan) -> list[str]:
     """Returns the names in a list of targets that no module of the base model has."""
-    ours = {*plan.targets, *plan.vocabulary_targets.values()}
+    ours = {*plan.targets, *vocabulary_targets(plan).values()}
     if not _are_names(value) or all(name.split(".")[-1] in ours for name in value):
         return []
     known = {*ours, *(name.rpartition(".")[2] for name in other_names(plan))}

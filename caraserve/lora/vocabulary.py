@@ -35,6 +35,7 @@ from caraserve.lora.peft_fields import refusal, shown
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
+from caraserve.model.vocabulary import vocabulary_modules, vocabulary_targets
 from caraserve.util.units import human_bytes
 
 _ADAPTER = r"(?P<adapter>(?:\.[A-Za-z0-9_-]+)?)"
@@ -64,7 +65,7 @@ def vocabulary_tensor(name: str, plan: DecoderPlan) -> tuple[str, str] | None:
     """Returns the module of a tensor and its name in it, if it is of the embedding or the head; `name`: without PEFT's
     prefix."""
     match = next((found for one in _NAMES if (found := one.fullmatch(name))), None)
-    if match is None or (side := plan.vocabulary_modules.get(match["module"])) is None:
+    if match is None or (side := vocabulary_modules(plan).get(match["module"])) is None:
         return None
     return (match["module"], match["tensor"]) if match["tensor"] in (*_LORA[side], _ROWS) else None
 
@@ -72,11 +73,11 @@ def vocabulary_tensor(name: str, plan: DecoderPlan) -> tuple[str, str] | None:
 def is_whole_matrix(copy: BaseCopy, plan: DecoderPlan) -> bool:
     """Returns whether a tensor replaces the embedding or the head (`modules_to_save`)."""
     module, _, tensor = copy.saved.name.rpartition(".")
-    return not copy.saved.is_original and tensor == "weight" and module in plan.vocabulary_modules
+    return not copy.saved.is_original and tensor == "weight" and module in vocabulary_modules(plan)
 
 
 def differing_rows(
-    copies: Iterable[BaseCopy], file: AdapterTensors, plan: DecoderPlan, base: BaseTensors
+    copies: Iterable[BaseCopy], file: AdapterTensors, config: PeftConfig, plan: DecoderPlan, base: BaseTensors
 ) -> list[ChangedMatrix]:
     """Compares whole matrices with the base model's, and returns those with other rows. Raises AdapterRejected for too
     many, and TensorFileError."""
@@ -90,8 +91,11 @@ def differing_rows(
                 f"{file.name}: {stored} replaces {len(tokens)} rows ({size}) of the base; at most {MAX_ROWS} changed "
                 f"rows are kept. Train {module.rpartition('.')[2]} as a LoRA target or use {TRAINED_TOKENS}"
             )
+        if tokens and plan.head is None and not any(map(module.endswith, config.saved)):
+            # peft would load it into the one matrix that both sides have.
+            raise AdapterRejected(f"{stored} differs from the base model's; the adapter belongs to another base")
         if tokens:
-            change = VocabularyChange(plan.vocabulary_modules[module], tokens=tuple(tokens))
+            change = VocabularyChange(vocabulary_modules(plan)[module], tokens=tuple(tokens))
             found.append(ChangedMatrix(change, module, (stored,), is_picked=True))
     return found
 
@@ -112,7 +116,7 @@ def vocabulary_of(
             found += _rows_of(file, module, tensors[_ROWS], config, plan)
         if len(tensors) > (_ROWS in tensors):
             found.append(_lora_of(file, module, tensors, config, plan))
-    for module, side in plan.vocabulary_modules.items():
+    for module, side in vocabulary_modules(plan).items():
         is_there = any(one.change.side == side and one.change.rank for one in found)
         if not is_there and config.requires(-1, module):
             raise refusal("target_modules", f"covers {module}, but {file.name} has no tensors for it")
@@ -125,7 +129,7 @@ def vocabulary_of(
 def _lora_of(
     file: AdapterTensors, module: str, tensors: Mapping[str, str], config: PeftConfig, plan: DecoderPlan
 ) -> ChangedMatrix:
-    side = plan.vocabulary_modules[module]
+    side = vocabulary_modules(plan)[module]
     names = _LORA[side]
     if missing := [name for name in names if name not in tensors]:
         raise AdapterRejected(f"tensor {next(iter(tensors.values()))} has no {missing[0]} beside it")
@@ -147,7 +151,7 @@ def _lora_of(
 def _rows_of(
     file: AdapterTensors, module: str, name: str, config: PeftConfig, plan: DecoderPlan
 ) -> list[ChangedMatrix]:
-    side = plan.vocabulary_modules[module]
+    side = vocabulary_modules(plan)[module]
     tokens = _trained_tokens(module, config.tokens, plan)
     if (shape := file.shape(name)) != (len(tokens), plan.hidden):
         raise AdapterRejected(
@@ -165,7 +169,7 @@ def _trained_tokens(module: str, value: Any, plan: DecoderPlan) -> tuple[int, ..
     """Returns the tokens that `trainable_token_indices` names for a module: a list is of the embedding's."""
     target = module.rpartition(".")[2]
     if isinstance(value, list):
-        value = {plan.vocabulary_targets["embedding"]: value}
+        value = {vocabulary_targets(plan)["embedding"]: value}
     listed = value.get(module, value.get(target)) if isinstance(value, dict) else None
     if not isinstance(listed, list) or not all(type(token) is int for token in listed):
         raise refusal(TRAINED_TOKENS, f"is {shown(value)}; a list of tokens of {target} is needed")
@@ -181,7 +185,7 @@ def _trained_tokens(module: str, value: Any, plan: DecoderPlan) -> tuple[int, ..
 def _refuse_combinations(found: Sequence[ChangedMatrix], config: PeftConfig, plan: DecoderPlan) -> None:
     sides = [one.change.side for one in found]
     if twice := [side for side in _LORA if sides.count(side) > 1]:
-        target = plan.vocabulary_targets[twice[0]]
+        target = vocabulary_targets(plan)[twice[0]]
         raise AdapterRejected(f"{target} has LoRA and replaced rows; only one of the two is supported")
     if "head" in sides and plan.has_unit_head_rows:
         raise AdapterRejected("the base model divides the rows of its head by their lengths; they cannot be changed")

@@ -421,24 +421,6 @@ class DecoderPlan:
         return modules
 
     @cached_property
-    def vocabulary_modules(self) -> dict[str, Literal["embedding", "head"]]:
-        """The names that adapters may have for the embedding and the head, with every prefix."""
-        embed, head = (name.removesuffix(".weight") for name in (self.embed, self.head or "lm_head.weight"))
-        own = max(filter(embed.startswith, self.adapter_prefixes), key=len, default="")
-        modules: dict[str, Literal["embedding", "head"]] = {embed: "embedding", head: "head"}
-        for prefix in self.adapter_prefixes:
-            if own:
-                modules[prefix + embed.removeprefix(own)] = "embedding"
-            if prefix.endswith(".model."):  # of a model within another, which has its head beside it
-                modules[prefix.removesuffix("model.") + head] = "head"
-        return modules
-
-    @cached_property
-    def vocabulary_targets(self) -> dict[str, str]:
-        """The names by which adapters target the embedding and the head."""
-        return {side: name.rpartition(".")[2] for name, side in self.vocabulary_modules.items()}
-
-    @cached_property
     def group_shapes(self) -> tuple[GroupShape, ...]:
         """The different shapes of groups, in the order of use."""
         return tuple(dict.fromkeys(group.shape for layer in self.layers for group in layer.groups))
