@@ -1,6 +1,7 @@
 """Names, digests, pins and settings of adapters: what is valid, on every instance."""
 
 import re
+from typing import Any, TypeGuard
 
 from caraserve.errors import ConfigError
 from caraserve.util.option_values import ADAPTER_NAME as ADAPTER_NAME
@@ -16,6 +17,7 @@ MAX_SETTING = 120_000  # characters of an alias's or adapter's settings, packed:
 SETTING_KINDS = {"alias": 1 << 10, "adapter": 192 << 10}
 MAX_LABELS, MAX_LABEL_CHARACTERS = 32, 256  # of an adapter, and of a label's value
 LABEL_NAME = "^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}$"
+MAX_INVOCATION_TOKENS = 256  # of an activated LoRA; published ones have about ten
 DIGEST = re.compile(r"[0-9a-f]{64}")  # an adapter's identity: sha256 of its contents
 
 
@@ -25,3 +27,12 @@ def check_adapter_name(name: str, base: str) -> None:
         raise ConfigError(f"adapter name {name[:80]!r}: use letters, digits and . _ : - (128 at most)")
     if name == base:
         raise ConfigError(f"adapter name {name!r} is the base model's own name")
+
+
+def are_invocation_tokens(value: Any) -> TypeGuard[list[int]]:
+    """Returns whether a value from outside is a list of token ids from which on an activated LoRA may be active."""
+    return (
+        isinstance(value, list)
+        and 1 <= len(value) <= MAX_INVOCATION_TOKENS
+        and all(type(token) is int and 0 <= token < 1 << 31 for token in value)
+    )

@@ -7,12 +7,18 @@ Ranks are padded to a multiple of `RANK_STEP`, A's rows to `A_COLUMNS` and B's t
 add exact zeros. A group of layers is one range of bytes: loading is a copy, and CPU workers read the same layout as the
 device.
 
+Changes of the embedding precede the bytes of layer 0 and are loaded with it; those of the head follow the bytes of the
+last layer. Of scale · B A, the embedding's A is transposed, `[vocab, padded_rank]`, so that a token is one run of
+bytes. Replaced rows are stored as an A, `[padded rows, hidden]`; the description has their tokens.
+
 All values have the adapter's own dtype, so nothing is rounded. The scale (alpha / r or alpha / sqrt(r)) is stored apart
 from the bytes, because folding it in could round.
 """
 
 import math
-from collections.abc import Collection, Mapping
+import sys
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -21,6 +27,9 @@ from numpy.typing import NDArray
 
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
+from caraserve.model.vocabulary import SIDES as SIDES
+from caraserve.model.vocabulary import Side as Side
+from caraserve.model.vocabulary import vocabulary_targets
 from caraserve.util.units import align_up, ceil_div
 
 RANK_STEP = 8
@@ -28,6 +37,8 @@ MAX_RANK = 512
 A_COLUMNS = 16  # a row of A is a whole number of fp32 vectors
 PANEL = 64  # outputs in a panel
 ALIGN_BYTES = 64  # a cache line; every A and B starts on one
+MAX_ROWS = 256  # that an adapter may replace in the embedding, and in the head
+NEVER = sys.maxsize  # the first position of an adapter that is active nowhere
 
 Array = NDArray[np.generic]
 Bytes = NDArray[np.uint8]
@@ -57,6 +68,30 @@ class SiteSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class VocabularyChange:
+    """What an adapter changes in the embedding or the head. `tokens`: whose rows are replaced; none: scale · B A of
+    `rank` is added."""
+
+    side: Side
+    rank: int = 0
+    scale: float = 1.0
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularySpan:
+    """The offsets of A, or of the replaced rows, and of B of one change in the image."""
+
+    change: VocabularyChange
+    a_offset: int
+    b_offset: int
+
+    @property
+    def padded_rank(self) -> int:
+        return align_up(len(self.change.tokens) or self.change.rank, RANK_STEP)
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterSpec:
     """The description of an adapter, without its name and bytes. `digest` (sha256, hex) identifies it."""
 
@@ -67,18 +102,45 @@ class AdapterSpec:
     layer_ends: tuple[int, ...]  # [layers] where each layer's bytes end; a layer without modules has none
     spans: tuple[SiteSpan, ...]  # ordered by layer, then by site
     chunks: tuple[bytes, ...] = ()  # sha256 of each chunk of the bytes (`lora/manifest.py`)
+    invocation: tuple[int, ...] = ()  # of an activated LoRA: the tokens from which on it is active
+    vocabulary: tuple[VocabularySpan, ...] = ()  # changes of the embedding, then of the head
 
     @classmethod
-    def of(cls, plan: DecoderPlan, dtype: Dtype, modules: Mapping[Module, RankAndScale], digest: str = "") -> Self:
+    def of(
+        cls,
+        plan: DecoderPlan,
+        dtype: Dtype,
+        modules: Mapping[Module, RankAndScale],
+        digest: str = "",
+        invocation: tuple[int, ...] = (),
+        vocabulary: Sequence[VocabularyChange] = (),
+    ) -> Self:
         """Returns the description of an adapter of some modules. Without `digest`, which follows from its bytes."""
-        spans, layer_ends = lay_out(plan, dtype, modules)
+        before, start = _lay_out_side(plan, dtype, vocabulary, "embedding", 0)
+        spans, layer_ends = lay_out(plan, dtype, modules, start)
+        after, end = _lay_out_side(plan, dtype, vocabulary, "head", layer_ends[-1])
         changed = {plan.layers[layer].linears[linear].target for layer, linear in modules}
+        sides = {change.side for change in vocabulary}
         targets = tuple(target for target in plan.targets if target in changed)
-        return cls(digest, dtype, max(rank for rank, _ in modules.values()), targets, layer_ends, spans)
+        targets += tuple(vocabulary_targets(plan)[side] for side in SIDES if side in sides)
+        rank = max(1, *(rank for rank, _ in modules.values()), *(change.rank for change in vocabulary))
+        ends = (*layer_ends[:-1], end)
+        return cls(digest, dtype, rank, targets, ends, spans, invocation=invocation, vocabulary=before + after)
 
     @property
     def num_bytes(self) -> int:
         return self.layer_ends[-1]
+
+    def active_from(self, prompt: Sequence[int]) -> int:
+        """Returns the position from which the adapter is active: 0, or, of an activated LoRA, the first token of the
+        last occurrence of its invocation tokens in the prompt. NEVER: they do not occur, so the base answers."""
+        if not self.invocation:
+            return 0
+        wanted, words = array("q", self.invocation).tobytes(), array("q", prompt).tobytes()
+        start = words.rfind(wanted)
+        while start % 8 and start > 0:  # an occurrence that begins within a token
+            start = words.rfind(wanted, 0, start + len(wanted) - 1)
+        return NEVER if start < 0 else start // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +162,12 @@ def modules_of(plan: DecoderPlan, targets: Collection[str], layers: int | None =
 
 
 def lay_out(
-    plan: DecoderPlan, dtype: Dtype, modules: Mapping[Module, RankAndScale]
+    plan: DecoderPlan, dtype: Dtype, modules: Mapping[Module, RankAndScale], start: int = 0
 ) -> tuple[tuple[SiteSpan, ...], tuple[int, ...]]:
-    """Places modules {(layer, linear): (rank, scale)}. Returns the spans, and the end of each layer's bytes."""
+    """Places modules {(layer, linear): (rank, scale)} from the offset `start` on. Returns the spans, and the end of
+    each layer's bytes."""
     spans: list[SiteSpan] = []
-    ends, offset = [0] * len(plan.layers), 0
+    ends, offset = [start] * len(plan.layers), start
     for layer in sorted({layer for layer, _ in modules}):
         for group in plan.layers[layer].groups:
             sites = [site for site in group.sites if (layer, site.linear) in modules]
@@ -120,32 +183,58 @@ def lay_out(
     return tuple(spans), tuple(ends)
 
 
+def _lay_out_side(
+    plan: DecoderPlan, dtype: Dtype, changes: Iterable[VocabularyChange], side: Side, start: int
+) -> tuple[tuple[VocabularySpan, ...], int]:
+    """Places the changes of the embedding or of the head from `start` on. Returns the spans, and where they end."""
+    spans: list[VocabularySpan] = []
+    for change in changes:
+        if change.side != side:
+            continue
+        if change.tokens:
+            row, column = align_up(plan.hidden, A_COLUMNS), 0
+        elif side == "head":
+            row, column = align_up(plan.hidden, A_COLUMNS), align_up(plan.vocab_size, PANEL)
+        else:
+            row, column = plan.vocab_size, align_up(plan.hidden, PANEL)
+        rows = len(change.tokens) or change.rank
+        end = start + _matrix_bytes(rows, row, dtype)
+        spans.append(VocabularySpan(change, start, end))
+        start = end + _matrix_bytes(rows, column, dtype)
+    return tuple(spans), start
+
+
 def _matrix_bytes(rank: int, columns: int, dtype: Dtype) -> int:
     """Returns the bytes of a matrix, up to the start of the next one."""
     return align_up(align_up(rank, RANK_STEP) * columns * dtype.itemsize, ALIGN_BYTES)
 
 
-def stored_a(data: Bytes, span: SiteSpan, inputs: int, dtype: Dtype, start: int = 0) -> Array:
+def stored_a(data: Bytes, span: SiteSpan | VocabularySpan, inputs: int, dtype: Dtype, start: int = 0) -> Array:
     """Returns A [padded rank, padded inputs] in `data`, the bytes of an image from `start` on."""
     return _stored(data, span.a_offset - start, (span.padded_rank, align_up(inputs, A_COLUMNS)), dtype)
 
 
-def stored_b(data: Bytes, span: SiteSpan, outputs: int, dtype: Dtype, start: int = 0) -> Array:
+def stored_b(data: Bytes, span: SiteSpan | VocabularySpan, outputs: int, dtype: Dtype, start: int = 0) -> Array:
     """Returns B [panels, padded rank, PANEL] in `data`, the bytes of an image from `start` on."""
     return _stored(data, span.b_offset - start, (ceil_div(outputs, PANEL), span.padded_rank, PANEL), dtype)
+
+
+def stored_columns(data: Bytes, span: VocabularySpan, vocab: int, dtype: Dtype, start: int = 0) -> Array:
+    """Returns the embedding's A, transposed [vocab, padded rank], in `data`, the bytes of an image from `start` on."""
+    return _stored(data, span.a_offset - start, (vocab, span.padded_rank), dtype)
 
 
 def _stored(data: Bytes, offset: int, shape: tuple[int, ...], dtype: Dtype) -> Array:
     return data[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype.storage).reshape(shape)
 
 
-def place_a(values: Array, data: Bytes, span: SiteSpan, dtype: Dtype, start: int = 0) -> None:
+def place_a(values: Array, data: Bytes, span: SiteSpan | VocabularySpan, dtype: Dtype, start: int = 0) -> None:
     """Copies A, `values` [rank, in], into `data`, the bytes of an image from `start` on."""
     rank, inputs = values.shape
     stored_a(data, span, inputs, dtype, start)[:rank, :inputs] = values
 
 
-def place_b(values: Array, data: Bytes, span: SiteSpan, dtype: Dtype, start: int = 0) -> None:
+def place_b(values: Array, data: Bytes, span: SiteSpan | VocabularySpan, dtype: Dtype, start: int = 0) -> None:
     """Copies B, `values` [out, rank] as PEFT stores it, into panels in `data`, the bytes of an image from `start`
     on."""
     outputs, rank = values.shape

@@ -215,6 +215,7 @@ class Request:
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # positions whose KV is written by launched iterations
+    base_tokens: int = 0  # first positions that the base model computes, before an activated LoRA
     launched_outputs: int = 0  # output tokens sampled by launched iterations, also those not processed yet
     cached_tokens: int = 0
     cpu_layers: int = 0

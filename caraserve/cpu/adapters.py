@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.lora_layout import MAX_RANK, PANEL, AdapterSpec, HostAdapter, aligned_bytes
+from caraserve.core.lora_layout import MAX_RANK, MAX_ROWS, PANEL, SIDES, AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.cpu.jit import entry
 from caraserve.cpu.simd import store_release
 from caraserve.cpu.structs import LORA_ENTRY, LOST
@@ -78,6 +78,8 @@ class DeviceAdapters:
         self._zeros[:] = 0  # written, so that each page has memory of its own
         self._entries = np.zeros((num_slots, self._layers, plan.most_sites), LORA_ENTRY)
         self._host_entries = np.zeros_like(self._entries)
+        self._vocabulary = np.zeros((num_slots, len(SIDES)), LORA_ENTRY)
+        self._changed_tokens = np.full((num_slots, len(SIDES), MAX_ROWS), -1, np.int64)
         self._arrived = np.zeros(num_slots, np.int64)  # addresses
         self.max_rank = np.zeros(num_slots, np.int64)  # largest padded rank of a slot
         self.bindings = np.zeros(num_slots, np.int64)  # how often a slot has been bound or unbound
@@ -88,6 +90,8 @@ class DeviceAdapters:
         return {
             "entries": int(self._entries.ctypes.data),
             "host_entries": int(self._host_entries.ctypes.data),
+            "vocabulary": int(self._vocabulary.ctypes.data),
+            "changed_tokens": int(self._changed_tokens.ctypes.data),
             "arrived": int(self._arrived.ctypes.data),
             "layers": self._layers,
             "most_sites": self._entries.shape[2],
@@ -105,6 +109,10 @@ class DeviceAdapters:
         """Returns which modules the adapter in `slot` has, bool [layers, sites]."""
         adapted: NDArray[np.bool_] = self._entries["rank"][slot] > 0
         return adapted
+
+    def changes_vocabulary(self, slot: int) -> bool:
+        """Returns whether the adapter in `slot` changes the embedding or the head."""
+        return bool(self._vocabulary["rank"][slot].any())
 
     def padding(self, slots: Sequence[int], are_prompts: Sequence[bool]) -> NDArray[np.int64]:
         """Returns the padding of a batch, words of LORA_ENTRY [slots, layers, sites]: zeros that fill up every module
@@ -134,6 +142,7 @@ class DeviceAdapters:
         spec = image.adapter.spec
         fill_entries(self._entries[slot], spec, int(image.data.ctypes.data))
         fill_entries(self._host_entries[slot], spec, int(image.adapter.data.ctypes.data))
+        self._fill_vocabulary(slot, spec, int(image.data.ctypes.data))
         self._arrived[slot] = image.arrived.ctypes.data
         self.max_rank[slot] = self._entries["rank"][slot].max()
         self._images[slot] = image
@@ -142,9 +151,18 @@ class DeviceAdapters:
         """Empties `slot` and frees its image."""
         self._entries["rank"][slot] = 0
         self._host_entries["rank"][slot] = 0
+        self._vocabulary["rank"][slot] = 0
+        self._changed_tokens[slot] = -1
         self.max_rank[slot] = 0
         self.bindings[slot] += 1
         self._images.pop(slot, None)
+
+    def _fill_vocabulary(self, slot: int, spec: AdapterSpec, base: int) -> None:
+        for span in spec.vocabulary:
+            at, change = (slot, SIDES.index(span.change.side)), span.change
+            place = base + span.a_offset, base + span.b_offset
+            self._vocabulary[at] = (*place, span.padded_rank, spec.dtype.value, change.scale)
+            self._changed_tokens[at][: len(change.tokens)] = change.tokens
 
 
 def fill_entries(entries: NDArray[np.void], spec: AdapterSpec, base: int) -> None:

@@ -52,6 +52,7 @@ from caraserve.cpu.structs import (
     word,
 )
 from caraserve.cpu.tiles import call_by_address
+from caraserve.cpu.vocabulary import change_embedding, change_logits, multiply_by_head
 
 LORA_ENTRY_BYTES, _LAYER_BYTES, _BLOCK_BYTES = (np.int64(kind.itemsize) for kind in (LORA_ENTRY, LAYER, BLOCK))
 _call3, _call4, _call6, _call8 = (call_by_address(count) for count in (3, 4, 6, 8))
@@ -370,16 +371,21 @@ def _output(thread, model, sampler, batch, index):  # type: ignore[no-untyped-de
 
 
 @kernel
-def _logits(thread, team, model, buffers, batch, logits):  # type: ignore[no-untyped-def]
+def _logits(thread, team, model, buffers, lora, batch, logits):  # type: ignore[no-untyped-def]
     """Computes the logits of the batch's outputs: final norm, then the head's panels. Embeddings are normed only."""
     stride, y_stride = 4 * model.hidden_pad, 4 * model.vocab_pad
     for index in range(thread, batch.outputs + batch.embeddings, team):
         x = buffers.hidden + word(batch.out_token, index) * stride
         _call4(buffers.normalise, model.final, x, buffers.normed + index * stride, 0)
     meet(buffers.barrier, team)
+    if batch.vocabulary != 0:
+        multiply_by_head(thread, team, model, buffers, lora, batch, buffers.normed, stride)
+        meet(buffers.barrier, team)
     panels = model.vocab_pad // PANEL
     first, end = thread * panels // team, (thread + 1) * panels // team
     project_panels(model.head, buffers.normed, stride, batch.outputs, first, end, logits, y_stride, STORE)
+    if batch.vocabulary != 0:
+        change_logits(model, buffers, lora, batch, first, end, logits, y_stride)
     if model.logit_scale != np.float32(1.0) or model.logit_cap != np.float32(0.0):
         for row in range(batch.outputs):
             at = logits + row * y_stride + 4 * PANEL * first
@@ -388,7 +394,7 @@ def _logits(thread, team, model, buffers, batch, logits):  # type: ignore[no-unt
 
 
 @kernel
-def _embed_tokens(thread, team, model, buffers, cache, batch):  # type: ignore[no-untyped-def]
+def _embed_tokens(thread, team, model, buffers, lora, cache, batch):  # type: ignore[no-untyped-def]
     if batch.first_layer == 0:
         for token in range(thread, batch.tokens, team):
             slot, position = word(batch.slot, token), word(batch.position, token)
@@ -396,6 +402,8 @@ def _embed_tokens(thread, team, model, buffers, cache, batch):  # type: ignore[n
             token_id = word(cache.history, cache.max_history * slot + position)
             if token_id >= 0:
                 embed(token_id, model, y)
+                if batch.vocabulary != 0:
+                    change_embedding(model, buffers, lora, batch, token, token_id, y)
             else:  # taken as it is, without the embedding's factor
                 vectors = word(cache.prompt_embeds, slot)
                 copy_vector(vectors + 4 * model.hidden * (-1 - token_id), model.hidden, y)
@@ -415,7 +423,7 @@ def step(thread, team, models, buffer_sets, loras, caches, batches, sampler):  #
     model, buffers, lora = models[0], buffer_sets[0], loras[0]
     cache, batch = caches[0], batches[0]
     first_layer, end_layer = batch.first_layer, batch.end_layer
-    _embed_tokens(thread, team, model, buffers, cache, batch)
+    _embed_tokens(thread, team, model, buffers, lora, cache, batch)
     for layer in range(first_layer, end_layer):
         _call8(
             buffers.decoder_layer,
@@ -428,7 +436,7 @@ def step(thread, team, models, buffer_sets, loras, caches, batches, sampler):  #
     if thread == 0:
         stamp(lora, batch, end_layer)
     if end_layer == model.layers:
-        _logits(thread, team, model, buffers, batch, sampler.logits.ctypes.data)
+        _logits(thread, team, model, buffers, lora, batch, sampler.logits.ctypes.data)
         for index in range(thread, batch.outputs, team):
             _output(thread, model, sampler, batch, index)
     meet(buffers.barrier, team)

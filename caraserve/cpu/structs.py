@@ -172,6 +172,8 @@ LORA = _record(
     "host_entries",  # the same, weights in the host cache; valid while a slot's layers are arriving
     "arrived",  # → int64 [slots], addresses of int64 [2]: arrived layers, and which came first; LOST: the others never
     *("layers", "most_sites"),
+    "vocabulary",  # → LORA_ENTRY [slots, 2], of the embedding and the head; see vocabulary.py
+    "changed_tokens",  # → int64 [slots, 2, MAX_ROWS], tokens whose rows are replaced, then -1
     "base",  # of the shared region in this process
     "workers",
     *("blocks", "block_bytes"),  # one for each worker
@@ -203,6 +205,7 @@ BATCH = _record(
     *("first_layer", "end_layer"),  # to compute now; the residual stream between two calls is in `hidden`
     "max_rank",  # largest padded rank in the batch; 0: base model only
     *("slot", "position"),  # [tokens]
+    "vocabulary",  # [tokens] adapter slots whose changes of embedding and head apply; 0: no adapter has any
     "row_first",  # [rows + 1] first token of each row
     *("segment_first", "segment_tokens", "segment_adapter", "segment_assist"),  # [segments]
     "padding",  # → LORA_ENTRY [segments, layers, most_sites], zeros that each module computes after its own rank

@@ -58,8 +58,21 @@ class ActiveRequest:
 
     @property
     def adapter_slot(self) -> int:
-        """Its adapter's entry of the device's adapter table; 0 for the base model."""
-        return BASE_ADAPTER_SLOT if self.adapter is None else self.adapter.slot
+        """Its entry of the device's adapter table for the next token: its adapter's, or 0 for the base model."""
+        if self.adapter is None or self.request.computed < self.request.base_tokens:
+            return BASE_ADAPTER_SLOT
+        return self.adapter.slot
+
+    @property
+    def is_activated(self) -> bool:
+        """Whether its adapter is an activated LoRA, before which the base model computes a part of the prompt."""
+        return self.adapter is not None and self.adapter.spec is not None and bool(self.adapter.spec.invocation)
+
+    @property
+    def needs_device_copy(self) -> bool:
+        """Whether it starts only when its whole adapter is on the device: an adapter changes the embedding or the head
+        there alone."""
+        return self.adapter is not None and self.adapter.spec is not None and bool(self.adapter.spec.vocabulary)
 
     @property
     def is_streamed(self) -> bool:
@@ -93,6 +106,11 @@ class ActiveRequest:
         self.waits_for_whole_adapter = True
         if self.choice is not None and not self.choice.is_observed:
             self.choice = None  # its prediction was for a start before that
+
+    def find_activation(self) -> None:
+        """Finds the position from which its adapter, whose layout is known by now, is active."""
+        if self.adapter is not None and self.adapter.spec is not None:
+            self.request.base_tokens = self.adapter.spec.active_from(self.request.inputs.prompt_ids)
 
     def start(
         self,

@@ -176,15 +176,21 @@ class RequestQueues:
     def _may_start(self, active: ActiveRequest, begins_s: float, iteration_s: float) -> bool:
         if active.adapter is None:
             return True
-        if active.is_streamed and (active.waits_for_whole_adapter or not self._side_batches.may_stream(self.running)):
+        if active.is_streamed and (
+            active.waits_for_whole_adapter
+            or active.is_activated  # a side batch computes one adapter's tokens
+            or not self._side_batches.may_stream(self.running)
+        ):
+            return False
+        if active.needs_device_copy and active.adapter.tier is not AdapterTier.DEVICE:
             return False
         prefill = self._prefill_of(active, begins_s, iteration_s)
-        may_assist = self._side_batches.may_assist(self.running)
+        may_assist = not active.is_activated and self._side_batches.may_assist(self.running)
         start = self._manager.arrivals.start_of(active.adapter, prefill, may_assist=may_assist)
         if start is None:
             return False
         is_copied = active.adapter.tier is AdapterTier.COPYING
-        active.assist = start.assist or (is_copied and self._helps_late_layers)
+        active.assist = start.assist or (is_copied and self._helps_late_layers and not active.is_activated)
         self._note_choice(active, active.adapter, start)
         return self._is_time(start, begins_s)
 

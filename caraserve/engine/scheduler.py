@@ -160,7 +160,10 @@ def plan_side_batch(request: Request, adapter_slot: int, pool: BlockPool, limits
 
 
 def _chunk(request: Request, most: int) -> int:
+    """Returns the tokens of a request's next row: all of one adapter, or all of the base model."""
     count = min(total_tokens(request) - request.computed, most)
+    if request.computed < request.base_tokens:
+        count = min(count, request.base_tokens - request.computed)
     return min(count, PROMPT_LOGPROBS_CHUNK_TOKENS) if _wants_scores(request) else count
 
 

@@ -1,13 +1,13 @@
 """The backend's slots, and the KV blocks of the requests in them: reused by prefix, published, released."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from caraserve.core.backend import Backend
 from caraserve.core.batch import BlockGrant, SlotSampling, SlotStart
 from caraserve.core.request import Request
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.scheduler import total_tokens
-from caraserve.kv.block_pool import next_key, root_key
+from caraserve.kv.block_pool import activated_key, next_key, root_key
 from caraserve.lora.manager import AdapterManager
 from caraserve.util.units import ceil_div
 
@@ -44,6 +44,7 @@ class SlotAllocator:
     def start(self, active: ActiveRequest, now_s: float) -> None:
         """Gives a request a slot, and the published KV blocks of its longest prefix."""
         request, slot = active.request, self._free.pop()
+        active.find_activation()
         tokens = (*request.inputs.prompt_ids, *request.output_ids)
         blocks, key = self._find_prefix(active, tokens)
         grammar = request.inputs.params.grammar
@@ -58,20 +59,27 @@ class SlotAllocator:
         """Returns published blocks that hold the first tokens, now held by the request, and the last block's key. They
         leave at least one token to compute."""
         request, size = active.request, self._limits.block_tokens
-        digest = active.adapter.digest if active.adapter else None
+        digest = active.adapter.digest if active.adapter and not request.base_tokens else None
         key = root_key(digest, request.inputs.cache_salt, request.inputs.tenant)
         blocks: list[int] = []
         if not self._prefix_caching or request.inputs.params.prompt_logprobs is not None:
             return blocks, key
         while (len(blocks) + 1) * size < len(tokens):
             held = tokens[len(blocks) * size : (len(blocks) + 1) * size]
-            following = next_key(key, held, request.inputs.prompt_embeds)
+            following = self._next_key(active, len(blocks), key, held)
             block = self.pool.find(following)
             if block is None:
                 break
             blocks.append(block)
             key = following
         return blocks, key
+
+    def _next_key(self, active: ActiveRequest, block: int, previous: bytes, tokens: Sequence[int]) -> bytes:
+        """Returns the key of a request's block, which holds `tokens`. `previous`: key of the block before."""
+        first = active.request.base_tokens
+        if active.adapter is not None and first and block == first // self._limits.block_tokens:
+            previous = activated_key(previous, active.adapter.digest, first)
+        return next_key(previous, tokens, active.request.inputs.prompt_embeds)
 
     def _sampling(self, request: Request) -> SlotSampling:
         params = request.inputs.params
@@ -107,7 +115,7 @@ class SlotAllocator:
         while (active.published + 1) * size <= known:
             start = active.published * size
             held = _tokens(request, start, start + size)
-            active.prefix_key = next_key(active.prefix_key, held, request.inputs.prompt_embeds)
+            active.prefix_key = self._next_key(active, active.published, active.prefix_key, held)
             self.pool.publish(request.blocks[active.published], active.prefix_key)
             active.published += 1
 

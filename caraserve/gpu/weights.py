@@ -67,6 +67,7 @@ class Weights:
     positions: Tensor | None  # float32 [positions, hidden], added to embeddings
     head: Linear  # [vocab, hidden]; the same tensor as `embedding` if they are tied
     final_norm: NormWeights
+    head_bias: Tensor | None = None  # that `head` adds, [vocab]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -138,11 +139,13 @@ class _Loader:
         if plan.positions is not None:
             table = self._loader.filled(plan.positions, (plan.max_position, plan.hidden), torch.float32)
             positions = table[: self._max_context].clone()
+        bias = None if plan.head_bias is None else self._loader.filled(plan.head_bias, (plan.vocab_size,))
         head = self._head(embedding)
+        head = head if bias is None else head.with_bias(bias)
         final_norm = self._norm(plan.final, plan.hidden)
         assert final_norm is not None
         progress()
-        return Weights(tuple(layers), embedding, positions, head, final_norm)
+        return Weights(tuple(layers), embedding, positions, head, final_norm, bias)
 
     def _numbers(self, tensor: str, stored: WeightFormat) -> Tensor:
         """Returns embeddings, or the head's weights, as numbers, [vocab, hidden]."""
@@ -163,7 +166,7 @@ class _Loader:
         else:
             linear = LinearPlan.of_role(plan.head.removesuffix(".weight"), plan.hidden, plan.vocab_size, "out")
             head = load_linear(loader, (replace(linear, format=plan.head_format),))
-        return head if plan.head_bias is None else head.with_bias(loader.filled(plan.head_bias, (plan.vocab_size,)))
+        return head
 
     def _layer(self, index: int, layer: LayerPlan) -> Layer:
         linears, scalars = [], [1.0] * len(layer.blocks)

@@ -141,8 +141,9 @@ class BlockPool:
 
 # A key is a chained digest over everything that the block's contents depend on: the adapter's content digest (not its
 # name: a replaced adapter's KV is not reused for its successor), the tenant if it shares its KV with no other, the
-# request's salt, and all tokens up to the block's end, with the digests of vectors that stand in place of tokens. With
-# 16 bytes of BLAKE2b, equal keys mean equal tokens; they are not compared again.
+# request's salt, and all tokens up to the block's end, with the digests of vectors that stand in place of tokens. Of an
+# activated LoRA, the blocks before the first that it changes have the base model's keys. With 16 bytes of BLAKE2b,
+# equal keys mean equal tokens; they are not compared again.
 
 
 def root_key(adapter_digest: str | None, salt: str, tenant: Tenant = NO_TENANT) -> bytes:
@@ -152,6 +153,12 @@ def root_key(adapter_digest: str | None, salt: str, tenant: Tenant = NO_TENANT) 
         encoded = part.encode()
         digest.update(struct.pack("<q", len(encoded)) + encoded)
     return digest.digest()
+
+
+def activated_key(previous: bytes, adapter_digest: str, first: int) -> bytes:
+    """Returns the key that precedes the block of position `first`, from which an activated LoRA is active. `previous`:
+    key of the base model's block before."""
+    return hashlib.blake2b(previous + struct.pack("<q", first) + adapter_digest.encode(), digest_size=16).digest()
 
 
 def next_key(previous: bytes, tokens: Sequence[int], embeds: PromptEmbeds | None = None) -> bytes:

@@ -17,8 +17,10 @@ from caraserve.lora.kinds import MATRICES, AdapterKind
 from caraserve.lora.peft_config import PeftConfig
 from caraserve.lora.peft_fields import refusal
 from caraserve.lora.tensor_names import is_ignored, normalised, saved_tensor
+from caraserve.lora.vocabulary import vocabulary_tensor
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.plan import DecoderPlan
+from caraserve.model.vocabulary import vocabulary_targets
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,5})(?=\.)")
 
@@ -38,6 +40,7 @@ class FoundTensors:
     """The tensors of an adapter's file by what they are."""
 
     modules: dict[str, dict[str, str]] = field(default_factory=dict)  # by the module's name in the file
+    vocabulary: dict[str, dict[str, str]] = field(default_factory=dict)  # likewise, of the embedding and the head
     copies: list[BaseCopy] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
 
@@ -85,6 +88,10 @@ def _sort_other(
     if is_ignored(normalised(name), plan):
         found.ignored.append(name)
         return
+    if (place := vocabulary_tensor(normalised(name), plan)) is not None:
+        module, tensor = place
+        found.vocabulary.setdefault(module, {})[tensor] = name
+        return
     saved = saved_tensor(name)
     if saved is not None and base is not None and (copy := base_copy(saved, file, base)) is not None:
         found.copies.append(copy)
@@ -92,7 +99,8 @@ def _sort_other(
     match = kind.tensor_name.fullmatch(normalised(name))
     if match is not None and _is_past_the_last_layer(match["module"], plan):
         raise AdapterRejected(f"tensor {name}: the base model has only {len(plan.layers)} layers")
-    raise AdapterRejected(f"tensor {ascii(name)[:200]} is not {kind.what} of one of {', '.join(plan.targets)}")
+    known = ", ".join((*plan.targets, *vocabulary_targets(plan).values()))
+    raise AdapterRejected(f"tensor {ascii(name)[:200]} is not {kind.what} of one of {known}")
 
 
 def _is_past_the_last_layer(module: str, plan: DecoderPlan) -> bool:
@@ -134,7 +142,7 @@ def adapted_modules(
         modules[module] = AdaptedModule(made.names, made.tensors, made.rank, made.scale)
     if changed:
         file = file.with_views({name: view for made in changed.values() for name, view in made.views.items()})
-    if not modules:
+    if not (modules or found.vocabulary):
         raise AdapterRejected(f"{file.name} has no LoRA tensors")
     _check_required(found, direct, modules, config, plan, others, file.name)
     return file, modules

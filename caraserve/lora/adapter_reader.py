@@ -57,8 +57,8 @@ class AdapterReader:
 
     def specify(self, name: str, folder: Path, file: TensorFile) -> TensorLayout:
         """Returns the layout of an adapter whose file may still be arriving; logs what is left out. Raises as
-        `inspect`, or TensorFileError."""
-        layout = specify(peft_adapter(folder, file, self._plan), self._plan, self._base)
+        `inspect`, TensorFileError, or WholeFileNeeded."""
+        layout = specify(peft_adapter(folder, file, self._plan), self._plan, self._base, is_arriving=True)
         for text in layout.notes:
             _log_note(name, text)
         return layout

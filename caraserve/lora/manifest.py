@@ -1,6 +1,7 @@
 """The manifest of an adapter: a description of all its bytes, whose hash is the adapter's digest. No I/O.
 
-    digest = sha256(manifest),   manifest = dtype, modules with rank and scale, sha256 of each chunk of the image
+    digest = sha256(manifest),   manifest = dtype, modules with rank and scale, sha256 of each chunk of the image,
+                                            and, if there are any, invocation tokens and changes of the vocabulary
 
 The image is laid out as in `core/lora_layout.py`, the same on every instance. A manifest from another instance holds no
 offsets, because they follow from the modules. Chunks follow the layers, so an image can be verified chunk by chunk
@@ -14,7 +15,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from caraserve.core.lora_layout import MAX_RANK, AdapterSpec, Module, RankAndScale
+from caraserve.core.adapter_rules import are_invocation_tokens
+from caraserve.core.lora_layout import (
+    MAX_RANK,
+    MAX_ROWS,
+    SIDES,
+    AdapterSpec,
+    Module,
+    RankAndScale,
+    VocabularyChange,
+)
 from caraserve.errors import AdapterRejected
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
@@ -71,7 +81,10 @@ def manifest_of(spec: AdapterSpec) -> bytes:
     """Returns an adapter's manifest as JSON. Equal adapters have equal manifests."""
     modules = list(dict.fromkeys((*span.module, span.rank, span.scale) for span in spec.spans))
     chunks = [one.hex() for one in spec.chunks]
-    return json.dumps([_FORMAT, spec.dtype.value, modules, chunks], separators=(",", ":")).encode()
+    changes = [(one.change.side, one.change.rank, one.change.scale, one.change.tokens) for one in spec.vocabulary]
+    more = {"invocation": spec.invocation, "vocabulary": changes}
+    others = [kept] if (kept := {name: value for name, value in more.items() if value}) else []
+    return json.dumps([_FORMAT, spec.dtype.value, modules, chunks, *others], separators=(",", ":")).encode()
 
 
 def read_manifest(body: bytes, digest: str, plan: DecoderPlan) -> AdapterSpec:
@@ -81,19 +94,51 @@ def read_manifest(body: bytes, digest: str, plan: DecoderPlan) -> AdapterSpec:
         raise AdapterRejected(f"adapter {digest[:12]}: what was read is not its manifest")
 
     try:
-        written, dtype, listed, chunks = json.loads(body)
+        written, dtype, listed, chunks, *others = json.loads(body)
         if written != _FORMAT:
             raise ValueError(f"format {written}")
         modules = dict(_module(value, plan) for value in listed)
-        if not modules or len(modules) != len(listed):
+        invocation, vocabulary = _others(others, plan)
+        if not (modules or vocabulary) or len(modules) != len(listed):
             raise ValueError("modules")
-        spec = AdapterSpec.of(plan, Dtype(dtype), modules, digest)
+        spec = AdapterSpec.of(plan, Dtype(dtype), modules, digest, invocation, vocabulary)
         hashes = tuple(bytes.fromhex(one) for one in chunks)
         if len(hashes) != len(chunk_ends(spec.layer_ends)) or any(len(one) != 32 for one in hashes):
             raise ValueError("chunks")
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise AdapterRejected(f"adapter {digest[:12]} is not for this base model or this version: {error}") from None
     return replace(spec, chunks=hashes)
+
+
+def _others(written: list[Any], plan: DecoderPlan) -> tuple[tuple[int, ...], list[VocabularyChange]]:
+    """Returns the invocation tokens, and the changes of the vocabulary."""
+    if not written:
+        return (), []
+    (others,) = written
+    tokens, listed = others.get("invocation", []), others.get("vocabulary", [])
+    if ("invocation" in others and not are_invocation_tokens(tokens)) or not others.keys() <= {
+        "invocation",
+        "vocabulary",
+    }:
+        raise ValueError(f"invocation {tokens} or {list(others)}")
+    changes = [_vocabulary_change(value, plan) for value in listed]
+    if len({change.side for change in changes}) != len(changes):
+        raise ValueError("vocabulary")
+    return tuple(tokens), changes
+
+
+def _vocabulary_change(value: Any, plan: DecoderPlan) -> VocabularyChange:
+    side, rank, scale, tokens = value
+    if not (
+        side in SIDES
+        and type(rank) is int
+        and (0 < rank <= MAX_RANK if not tokens else rank == 0)
+        and math.isfinite(scale)
+        and len(tokens) == len(set(tokens)) <= MAX_ROWS
+        and all(type(token) is int and 0 <= token < plan.vocab_size for token in tokens)
+    ):
+        raise ValueError(f"vocabulary {value}")
+    return VocabularyChange(side, rank, float(scale), tuple(tokens))
 
 
 def _module(value: Any, plan: DecoderPlan) -> tuple[Module, RankAndScale]:

@@ -35,6 +35,7 @@ from caraserve.lora.kinds import MATRICES, AdapterKind
 from caraserve.lora.manifest import ChunkHasher, identified
 from caraserve.lora.peft_config import PeftConfig, parse_config
 from caraserve.lora.peft_fields import CONFIG_NAME
+from caraserve.lora.vocabulary import ChangedMatrix, VocabularyWriter, differing_rows, is_whole_matrix, vocabulary_of
 from caraserve.lora.writers import open_adapter
 from caraserve.lora.writers.stored_adapter import StoredAdapter
 from caraserve.model.base_tensors import BaseTensors
@@ -58,6 +59,7 @@ class TensorLayout:
     file: AdapterTensors
     copies: tuple[BaseCopy, ...]  # of the base model's tensors, which must be equal
     notes: tuple[str, ...]  # what is left out, for the log
+    vocabulary: tuple[ChangedMatrix, ...]  # in the order of the spec's
 
 
 class ImageWriter:
@@ -69,19 +71,31 @@ class ImageWriter:
         self._spans: dict[Module, list[SiteSpan]] = {}
         for span in layout.spec.spans:
             self._spans.setdefault(span.module, []).append(span)
+        self._vocabulary = VocabularyWriter(self._file, layout.vocabulary, layout.spec.vocabulary, layout.plan)
+
+    @property
+    def modules(self) -> list[Module]:
+        """The adapted modules, and the changes of the embedding and the head, by layer."""
+        return sorted((*self._spans, *self._vocabulary.modules), key=lambda module: module[0])
 
     def modules_by_layer(self) -> dict[int, list[Module]]:
-        """Returns the adapted modules in the order of the image."""
-        return {layer: list(modules) for layer, modules in groupby(self._spans, lambda module: module[0])}
+        """Returns the adapted modules, and the changes of the embedding and the head, by layer."""
+        return {layer: list(modules) for layer, modules in groupby(self.modules, lambda module: module[0])}
 
     def end(self, module: Module, matrix: str) -> int:
         """Returns where the last of a matrix's tensors ends in the file."""
+        if module in self._vocabulary.modules:
+            return self._file.end(self._vocabulary.source(module, matrix))
         return max(self._file.end(tensor) for tensor in self._sources(module, matrix).values())
 
     def write(self, module: Module, matrix: str, data: Bytes, start: int = 0) -> None:
         """Writes one of `MATRICES` to `data`, the bytes of the image from `start` on, which must be zero. Raises
         AdapterRejected for values that are not finite or whose results would not be, and TensorFileError."""
-        plan, dtype, spans = self._layout.plan, self._layout.spec.dtype, self._spans[module]
+        plan, dtype = self._layout.plan, self._layout.spec.dtype
+        if module in self._vocabulary.modules:
+            self._write_vocabulary(module, matrix, data, start)
+            return
+        spans = self._spans[module]
         values, largest = self._values(module, matrix)
         if (other := self._largest.pop(module, None)) is None:
             self._largest[module] = largest
@@ -101,6 +115,17 @@ class ImageWriter:
         `write`."""
         return self._values(module, matrix)[0]
 
+    def _write_vocabulary(self, module: Module, matrix: str, data: Bytes, start: int) -> None:
+        dtype, vocabulary = self._layout.spec.dtype, self._vocabulary
+        change, tensor = vocabulary.change(module), vocabulary.source(module, matrix)
+        values, largest = _finite(self._file, tensor, dtype, vocabulary.rows(module))
+        if (other := self._largest.pop(module, None)) is None:
+            self._largest[module] = largest
+        elif change.rank:
+            first = vocabulary.source(module, "B" if matrix == "A" else "A")
+            _check_size(change.rank * vocabulary.inputs(module) * largest * other, change.scale, first, tensor)
+        vocabulary.write(module, matrix, values, data, dtype, start)
+
     def _sources(self, module: Module, matrix: str) -> dict[str, str]:
         tensors = self._layout.modules[module].tensors
         return {name: tensors[name] for name in self._layout.kind.sources[matrix]}
@@ -117,13 +142,17 @@ class ImageWriter:
         largest value of A and that of B."""
         kind, adapted, (layer, linear) = self._layout.kind, self._layout.modules[module], module
         inputs = self._layout.plan.layers[layer].linears[linear].inputs
-        largest = abs(adapted.scale) * adapted.rank * inputs * largest_values
-        if not largest <= LARGEST_UPDATE:  # nor NaN
-            (a, *_), (b, *_) = (kind.sources[matrix] for matrix in MATRICES)
-            raise AdapterRejected(
-                f"tensors {adapted.tensors[a]} and {b}: with the scale {adapted.scale:.3g} their product may reach "
-                f"{largest:.0e}; above {LARGEST_UPDATE:.0e}, what is computed with it is not finite"
-            )
+        (a, *_), (b, *_) = (kind.sources[matrix] for matrix in MATRICES)
+        _check_size(adapted.rank * inputs * largest_values, adapted.scale, adapted.tensors[a], b)
+
+
+def _check_size(largest_product: float, scale: float, a: str, b: str) -> None:
+    """Raises AdapterRejected if the product of the tensors `a` and `b` with a scale is too large."""
+    if not (largest := abs(scale) * largest_product) <= LARGEST_UPDATE:  # nor NaN
+        raise AdapterRejected(
+            f"tensors {a} and {b}: with the scale {scale:.3g} their product may reach {largest:.0e}; above "
+            f"{LARGEST_UPDATE:.0e}, what is computed with it is not finite"
+        )
 
 
 def inspect_adapter(
@@ -145,7 +174,7 @@ def inspect_adapter(
 
 def check_layout(folder: Path, plan: DecoderPlan, base: BaseTensors | None = None) -> AdapterSpec:
     """Checks an adapter's configuration, and the names and shapes of its tensors, and returns its layout without a
-    digest. Reads no tensor. Raises as `inspect_adapter`."""
+    digest. Reads what `specify` does. Raises as `inspect_adapter`."""
     with opened(folder, plan) as adapter:
         return specify(adapter, plan, base).spec
 
@@ -223,33 +252,58 @@ def opened(folder: Path, plan: DecoderPlan) -> Iterator[StoredAdapter]:
         raise AdapterRejected(str(error)) from None
 
 
-def specify(adapter: StoredAdapter, plan: DecoderPlan, base: BaseTensors | None = None) -> TensorLayout:
-    """Returns the layout of an adapter's tensors in the file and in the image. Reads no tensor. Raises AdapterRejected,
-    or ServerBusy if the configuration's regular expressions cannot be matched now."""
+class WholeFileNeeded(Exception):
+    """The error of an adapter that is still arriving, and whose layout depends on values in its file."""
+
+
+def specify(
+    adapter: StoredAdapter, plan: DecoderPlan, base: BaseTensors | None = None, *, is_arriving: bool = False
+) -> TensorLayout:
+    """Returns the layout of an adapter's tensors in the file and in the image. Reads no tensor but a whole embedding or
+    head, which is compared with the base model's. Raises AdapterRejected, ServerBusy if the configuration's regular
+    expressions cannot be matched now, or WholeFileNeeded if the file `is_arriving`."""
     refuse_experts(adapter.tensors, plan)
     config = parse_config(adapter.fields, plan)
-    layout = _layout(config, adapter.tensors, plan, base)
-    config.check_patterns(tuple(name for module in sorted(layout.modules) for name in layout.modules[module].names))
+    layout = _layout(config, adapter.tensors, plan, base, is_arriving=is_arriving)
+    names = [name for module in sorted(layout.modules) for name in layout.modules[module].names]
+    config.check_patterns((*names, *(one.module for one in layout.vocabulary if one.change.rank)))
     return layout
 
 
-def _layout(config: PeftConfig, file: AdapterTensors, plan: DecoderPlan, base: BaseTensors | None) -> TensorLayout:
+def _layout(
+    config: PeftConfig,
+    file: AdapterTensors,
+    plan: DecoderPlan,
+    base: BaseTensors | None,
+    *,
+    is_arriving: bool = False,
+) -> TensorLayout:
     """As `specify`, but matches no regular expressions: they change nothing in the layout."""
     found = find_tensors(file, config.kind, plan, base)
     check_saved_modules(config.saved, found.copies)
+    whole = [copy for copy in found.copies if is_whole_matrix(copy, plan)]
+    if whole and is_arriving:
+        raise WholeFileNeeded
+    differing = differing_rows(whole, file, config, plan, base) if base is not None else []
+    vocabulary = vocabulary_of(file, found.vocabulary, differing, config, plan)
+    copies = tuple(copy for copy in found.copies if copy not in whole)
     file, modules = adapted_modules(file, found, config, plan)
-    dtypes = {file.dtype(tensor) for module in modules.values() for tensor in module.tensors.values()}
+    tensors = [tensor for module in modules.values() for tensor in module.tensors.values()]
+    dtypes = {file.dtype(tensor) for tensor in (*tensors, *(name for one in vocabulary for name in one.tensors))}
     exact = dtypes.pop() if len(dtypes) == 1 else Dtype.F32  # fp32 represents all of them exactly
     dtype = Dtype.F32 if config.kind.is_computed else exact
     sizes = {place: (module.rank, module.scale) for place, module in modules.items()}
-    spec = AdapterSpec.of(plan, dtype, sizes)
-    return TensorLayout(plan, config.kind, modules, spec, file, tuple(found.copies), (*config.notes, *found.notes))
+    changes = [one.change for one in vocabulary]
+    spec = AdapterSpec.of(plan, dtype, sizes, invocation=config.invocation, vocabulary=changes)
+    notes = *config.notes, *found.notes
+    return TensorLayout(plan, config.kind, modules, spec, file, copies, notes, tuple(vocabulary))
 
 
-def _finite(file: AdapterTensors, name: str, dtype: Dtype) -> tuple[Array, float]:
-    """Returns a tensor in the adapter's dtype, and its largest absolute value. Raises AdapterRejected if a value is not
-    finite."""
-    raw, source = file.raw(name), file.dtype(name)
+def _finite(file: AdapterTensors, name: str, dtype: Dtype, rows: Sequence[int] | None = None) -> tuple[Array, float]:
+    """Returns a tensor, or some of its rows, in the adapter's dtype, and the largest absolute value. Raises
+    AdapterRejected if a value is not finite."""
+    raw = file.raw(name) if rows is None else np.concatenate([file.rows(name, row, row + 1) for row in rows])
+    source = file.dtype(name)
     largest = _largest(raw, source)
     if not math.isfinite(largest):
         raise AdapterRejected(f"tensor {name} has values that are not finite")

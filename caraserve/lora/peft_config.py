@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from caraserve.core.adapter_rules import MAX_INVOCATION_TOKENS, are_invocation_tokens
 from caraserve.errors import AdapterRejected
 from caraserve.lora.joined_modules import other_names
 from caraserve.lora.kinds import AdapterKind, ModuleSettings, kind_of
@@ -21,6 +22,7 @@ from caraserve.lora.peft_fields import Fields, name_ends, refusal, shown
 from caraserve.lora.target_patterns import matched
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFileError, open_regular
+from caraserve.model.vocabulary import vocabulary_targets
 
 _MAX_CONFIG_BYTES = 1 << 20
 _SHOWN = 5  # names in a message
@@ -40,7 +42,9 @@ _FOREIGN = {"task", "unsloth_version", "unsloth_fixed", "base_model_class", "par
 _REFUSED = {"layer_replication": "builds another base model; merge the adapter into that base"}
 # Fields of every kind, that are read below and applied or refused there.
 _UNDERSTOOD = {"peft_type", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
-_UNDERSTOOD |= {"modules_to_save"}
+_INVOCATION = "alora_invocation_tokens"
+TRAINED_TOKENS = "trainable_token_indices"  # whose rows of the embedding were trained
+_UNDERSTOOD |= {"modules_to_save", _INVOCATION, TRAINED_TOKENS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class PeftConfig:
     excluded_pattern: str | None
     layers: frozenset[int] | None  # None: every layer
     saved: tuple[str, ...]  # ends of the names of trained modules, whose tensors are in the file
+    invocation: tuple[int, ...]  # of an activated LoRA: the tokens from which on it is active
+    tokens: Any  # whose rows were trained: a list, or lists by module; None: none; not checked
     notes: tuple[str, ...]  # what of the configuration is left out, for the log
 
     def covers(self, layer: int, module: str) -> bool:
@@ -69,7 +75,8 @@ class PeftConfig:
 
     def is_known_to(self, plan: DecoderPlan) -> bool:
         """Returns whether all names that are targeted are those of modules in the base model."""
-        return self.targets is None or all(name.split(".")[-1] in plan.targets for name in self.targets)
+        known = {*plan.targets, *vocabulary_targets(plan).values()}
+        return self.targets is None or all(name.split(".")[-1] in known for name in self.targets)
 
     def check_patterns(self, modules: tuple[str, ...]) -> None:
         """Raises AdapterRejected unless the regular expressions target all modules that have tensors, or ServerBusy if
@@ -117,6 +124,8 @@ def parse_config(fields: Fields, plan: DecoderPlan) -> PeftConfig:
         excluded_pattern=_pattern(fields.get("exclude_modules")),
         layers=_layers(fields.get("layers_to_transform")),
         saved=_saved(fields.get("modules_to_save")),
+        invocation=_invocation(fields.get(_INVOCATION), kind),
+        tokens=fields.get(TRAINED_TOKENS),
         notes=tuple(notes),
     )
 
@@ -163,6 +172,16 @@ def _check_layers_pattern(value: Any, plan: DecoderPlan) -> None:
         raise refusal("layers_pattern", f"is {shown(value)}; the base model's layers are at {known}")
 
 
+def _invocation(value: Any, kind: AdapterKind) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not are_invocation_tokens(value):
+        raise refusal(_INVOCATION, f"is {shown(value)}; a list of 1 to {MAX_INVOCATION_TOKENS} token ids is needed")
+    if (kind.peft_type, kind.switch) != ("LORA", None):
+        raise refusal(_INVOCATION, "is set; only plain LoRA can be activated")
+    return tuple(value)
+
+
 def _pattern(value: Any) -> str | None:
     return value if isinstance(value, str) and value and value != "all-linear" else None
 
@@ -175,18 +194,18 @@ def _targets(value: Any, plan: DecoderPlan) -> frozenset[str] | None:
     if not value or not _are_names(value):
         raise refusal("target_modules", "must be a list of module names, or a pattern")
     foreign = _foreign_targets(value, plan)
-    beside = {(plan.head or "lm_head.weight").split(".")[-2], plan.embed.split(".")[-2]}  # that have no A and B here
-    refused = [name for name in foreign if name.split(".")[-1] in beside or len(foreign) == len(value)]
-    if refused:
-        raise refusal("target_modules", f"has {shown(refused[0])}; supported modules are {', '.join(plan.targets)}")
+    if len(foreign) == len(value):
+        known = ", ".join((*plan.targets, *vocabulary_targets(plan).values()))
+        raise refusal("target_modules", f"has {shown(foreign[0])}; supported modules are {known}")
     return frozenset(value)
 
 
 def _foreign_targets(value: Any, plan: DecoderPlan) -> list[str]:
     """Returns the names in a list of targets that no module of the base model has."""
-    if not _are_names(value) or all(name.split(".")[-1] in plan.targets for name in value):
+    ours = {*plan.targets, *vocabulary_targets(plan).values()}
+    if not _are_names(value) or all(name.split(".")[-1] in ours for name in value):
         return []
-    known = {*plan.targets, *(name.rpartition(".")[2] for name in other_names(plan))}
+    known = {*ours, *(name.rpartition(".")[2] for name in other_names(plan))}
     return [name for name in value if name.split(".")[-1] not in known]
 
 

@@ -14,6 +14,7 @@ from caraserve.core.lora_layout import MAX_RANK
 from caraserve.errors import AdapterRejected
 from caraserve.lora.joined_modules import other_names
 from caraserve.model.plan import DecoderPlan
+from caraserve.model.vocabulary import vocabulary_modules
 
 Fields = Mapping[str, Any]
 Value = TypeVar("Value", int, float)
@@ -105,7 +106,7 @@ class _Names:
         self.words: list[set[str]] = []  # by their distance from the end
         self._shapes: set[str] = set()  # whole names, with 0 for each digit
         self._foreign = 0
-        for name in (*plan.adapter_modules, *other_names(plan)):
+        for name in (*plan.adapter_modules, *vocabulary_modules(plan), *other_names(plan)):
             self._shapes.add(_DIGIT.sub("0", name))
             for distance, word in enumerate(reversed(name.split("."))):
                 if distance == len(self.words):

@@ -11,7 +11,7 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _PREFIX = "base_model.model."
 # peft saves `X.weight` of a module in modules_to_save; dumps of whole states have the original beside it.
 _COPY = re.compile(
-    r"(?P<module>.+?)\.(?:(?P<original>base_layer|original_module)\.|modules_to_save\.[A-Za-z0-9_-]+\.)?"
+    r"(?P<module>.+?)\.(?:(?P<original>(?:token_adapter\.)?base_layer|original_module)\.|modules_to_save\.[A-Za-z0-9_-]+\.)?"
     r"(?P<tensor>weight|bias)"
 )
 

@@ -36,7 +36,7 @@ class ArrivingImage:
         self._into[:] = 0  # padding stays zero
         self._hasher = ChunkHasher(self._spec.layer_ends)
         self._ranges = list(pairwise((0, *self._spec.layer_ends)))
-        matrices = product(layout.modules, MATRICES)
+        matrices = product(self._writer.modules, MATRICES)
         self._pending = deque(sorted((self._writer.end(*matrix), *matrix) for matrix in matrices))
         self._missing = Counter(layer for _, (layer, _), _ in self._pending)  # matrices of each layer
 
@@ -78,7 +78,7 @@ class UploadStream(UploadSource):
 
     def __init__(self, name: str, folder: Path, reader: AdapterReader) -> None:
         """Reads the file's header, which must have been written. Raises AdapterRejected for an adapter that does not
-        fit the base model."""
+        fit the base model, or WholeFileNeeded."""
         self._reader = reader
         self._outcome: Source | CaraServeError | None = None
         self._reading: _Reading | None = None

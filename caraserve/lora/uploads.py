@@ -37,7 +37,7 @@ from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.folder_contents import stamp
-from caraserve.lora.peft import TENSORS_NAME
+from caraserve.lora.peft import TENSORS_NAME, WholeFileNeeded
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.turns import Turns
@@ -283,6 +283,7 @@ class _Upload:
         self._sha256 = hashlib.sha256()
         self._num_bytes = 0
         self._stream: UploadStream | None = None
+        self._may_stream = True  # False: the layout is known only when the whole body has arrived
         self._admitted: AdapterInfo | None = None  # by which requests may name it
         self._has_exchanged = False  # whether the hidden folder is now that of the adapter before
 
@@ -331,10 +332,13 @@ class _Upload:
             )
         self._sha256.update(piece)
         body.write(piece)
-        if self._stream is None and body.has_tensor_header():
+        if self._stream is None and self._may_stream and body.has_tensor_header():
             self._add_config(body, hidden)
             if body.has(CONFIG_NAME):
-                self._stream = UploadStream(self._name, hidden, self._uploads.reader)
+                try:
+                    self._stream = UploadStream(self._name, hidden, self._uploads.reader)
+                except WholeFileNeeded:
+                    self._may_stream = False
         if self._stream is not None:
             self._stream.advance(body.tensor_bytes)
 

@@ -7,7 +7,7 @@ import torch
 from caraserve.core.lora_layout import AdapterSpec
 from caraserve.gpu.forward.batch import ItemLists
 from caraserve.gpu.kernels.bgmv_work import AdapterItems, Ints, plan_items
-from caraserve.gpu.memory.adapter_tables import AdapterTables, column
+from caraserve.gpu.memory.adapter_tables import AdapterTables, column, vocabulary_column
 from caraserve.model.plan import DecoderPlan
 
 
@@ -18,6 +18,10 @@ def write_column(tables: AdapterTables, plan: DecoderPlan, slot: int, spec: Adap
         table = getattr(tables, name)
         table[:, :, slot] = torch.from_numpy(getattr(made, name)).to(table.device)
     tables.dtype[slot] = int(made.dtype[0])
+    of_sides = vocabulary_column(spec, base)
+    for name in ("a", "b", "rank", "rows", "scale", "tokens"):
+        table = getattr(tables.vocabulary, name)
+        table[:, slot] = torch.from_numpy(getattr(of_sides, name)).to(table.device)
 
 
 def write_items(lists: ItemLists, row_slots: Ints, items: Mapping[int, Sequence[AdapterItems]]) -> None:

@@ -20,6 +20,7 @@ from caraserve.gpu.forward import decoder, lora_pass
 from caraserve.gpu.forward.batch import NO_TOKEN
 from caraserve.gpu.kernels.lora import Segments, SiteTables
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
+from caraserve.gpu.kernels.vocabulary import VocabularyTables
 from caraserve.gpu.linear import fp8, quantized
 from caraserve.gpu.linear.base import TORCH_CODES
 from caraserve.gpu.weights import TORCH_DTYPES
@@ -43,6 +44,8 @@ def torch_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in _LAYERS:
             patch.setattr(decoder, name, getattr(plain_layers, name))
+        for name in ("change_embeddings", "change_logits"):
+            patch.setattr(decoder, name, globals()[name])
         patch.setattr(TritonDecode, "attend", attend_decode)
         patch.setattr(TritonPrefill, "attend", attend_prefill)
         for name in ("lora_shrink", "lora_expand"):
@@ -108,10 +111,64 @@ def lora_expand(
             rank = int(tables.rank[projection, slot])
             if rank:
                 address, dtype = int(tables.b[projection, slot]), Dtype(int(tables.dtype[slot]))
-                panels = _at(address, (align_up(width, PANEL) // PANEL, rank, PANEL), dtype)
-                b = panels.transpose(0, 1).reshape(rank, -1)[:, :width]
-                delta = shrunk[rows, projection, :rank] @ b
+                delta = shrunk[rows, projection, :rank] @ _panels(address, width, rank, dtype)
                 y[rows, column : column + width] += float(tables.scale[projection, slot]) * delta
+
+
+def change_embeddings(
+    hidden: Tensor,
+    history: Tensor,
+    tokens: TokenTables,
+    adapters: Tensor,
+    tables: VocabularyTables,
+    scale: float = 1.0,
+    positions: Tensor | None = None,
+) -> None:
+    for number, row in enumerate(hidden):
+        adapter, position = int(adapters[number]), int(tokens.position[number])
+        rank, dtype = int(tables.rank[0, adapter]), Dtype(int(tables.dtype[adapter]))
+        if rank == 0 or position == NO_TOKEN or (token := int(history[int(tokens.slot[number]), position])) < 0:
+            continue
+        a, count = int(tables.a[0, adapter]), int(tables.rows[0, adapter])
+        if count:
+            if token in (changed := tables.tokens[0, adapter, :count].tolist()):
+                rows = _at(a, (rank, align_up(len(row), A_COLUMNS)), dtype)[:, : len(row)]
+                row.copy_(rows[changed.index(token)] * scale + (0.0 if positions is None else positions[position]))
+        else:
+            left = _at(a + token * rank * dtype.itemsize, (rank,), dtype)
+            delta = left @ _panels(int(tables.b[0, adapter]), len(row), rank, dtype)
+            row.add_(delta * float(tables.scale[0, adapter]) * scale)
+
+
+def change_logits(
+    logits: Tensor,
+    x: Tensor,
+    products: Tensor,
+    output_tokens: Tensor,
+    adapters: Tensor,
+    tables: VocabularyTables,
+    bias: Tensor | None = None,
+) -> None:
+    for output, row in enumerate(logits):
+        token, inputs = int(output_tokens[output]), x.shape[1]
+        adapter = int(adapters[token]) if token != NO_TOKEN else 0
+        rank, dtype = int(tables.rank[1, adapter]), Dtype(int(tables.dtype[adapter]))
+        if rank == 0:
+            continue
+        a = _at(int(tables.a[1, adapter]), (rank, align_up(inputs, A_COLUMNS)), dtype)[:, :inputs]
+        found, count = a @ x[output].float(), int(tables.rows[1, adapter])
+        if count:
+            changed = tables.tokens[1, adapter, :count].long()
+            row[changed] = (found[:count] + (0.0 if bias is None else bias[changed].float())).to(row.dtype)
+        else:
+            delta = found @ _panels(int(tables.b[1, adapter]), len(row), rank, dtype)
+            row.add_(delta * float(tables.scale[1, adapter]))
+
+
+def _panels(address: int, width: int, rank: int, dtype: Dtype) -> Tensor:
+    """Returns B at an address, [rank, width]."""
+    panels = _at(address, (align_up(width, PANEL) // PANEL, rank, PANEL), dtype)
+    return panels.transpose(0, 1).reshape(rank, -1)[:, :width]
 
 
 def round_rows(x: Tensor, codes: Tensor, scales: Tensor, code: Code, given: Tensor | None = None) -> None:

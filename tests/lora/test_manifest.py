@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from caraserve.errors import AdapterRejected
-from caraserve.lora.manifest import ChunkHasher, chunk_ends, manifest_of, read_manifest
+from caraserve.lora.manifest import ChunkHasher, chunk_ends, identified, manifest_of, read_manifest
 from caraserve.model.dtype import Dtype
 from tests.cluster.images import MODEL, image
 from tests.lora.folders import SPEC
@@ -46,6 +46,16 @@ def test_hashes_are_those_of_the_chunks_for_pieces_of_any_size(piece: int) -> No
 def test_a_manifest_describes_all_of_an_adapter_except_its_bytes() -> None:
     spec = image(rank=16).spec
     assert read_manifest(manifest_of(spec), spec.digest, MODEL) == spec
+    activated = identified(dataclasses.replace(spec, invocation=(5, 6)), spec.chunks)
+    assert read_manifest(manifest_of(activated), activated.digest, MODEL) == activated
+    assert activated.digest != spec.digest
+
+
+@pytest.mark.parametrize("written", [[], [-1], [1.0], [True], "text", [1] * 257, None, 5])
+def test_invocation_tokens_that_are_none_are_refused(written: Any) -> None:
+    body = json.dumps([*json.loads(manifest_of(image().spec)), {"invocation": written}]).encode()
+    with pytest.raises(AdapterRejected, match="invocation"):
+        read_manifest(body, hashlib.sha256(body).hexdigest(), MODEL)
 
 
 def test_other_bytes_have_another_digest() -> None:

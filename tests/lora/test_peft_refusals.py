@@ -57,7 +57,7 @@ REFUSED_FIELDS: list[tuple[str, Any]] = [
     ("layer_replication", [[0, 2], [1, 2]]),
     ("megatron_config", {"tensor_model_parallel_size": 2}),
     ("use_qalora", True),
-    ("alora_invocation_tokens", [1, 2]),
+    *(("alora_invocation_tokens", value) for value in ([], "text", 5, [1.5], [True], [-1], [1 << 31], [1] * 257)),
     ("target_parameters", ["mlp.experts.gate_up_proj"]),
     ("use_bdlora", {"nblocks": 2}),
     ("arrow_config", {"top_k": 2}),

@@ -181,11 +181,16 @@ def make_adapter(
     layers: Sequence[int] | None = None,
     dtype: str = "float32",
     alpha: float | None = None,
+    invocation: Sequence[int] | None = None,
+    tokens: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+    saved: Mapping[str, Sequence[int]] | None = None,
 ) -> Path:
     """Saves a random peft adapter for the model in `model_folder` into `folder` and returns it.
 
     Neither A nor B is zero, and every adapted module changes its weights by about half of their size, whatever the
-    rank and the scale. `alpha` is twice the rank unless given; `layers` None means all of them.
+    rank and the scale. `alpha` is twice the rank unless given; `layers` None means all of them. `invocation`: tokens
+    from which on an activated LoRA is active. `tokens`: whose rows of the embedding, or of modules by name, are
+    replaced. `saved`: modules that are saved whole, by name, and their rows that are changed.
     """
     config = LoraConfig(
         r=rank,
@@ -196,13 +201,23 @@ def make_adapter(
         alpha_pattern=dict(alpha_pattern or {}),
         layers_to_transform=None if layers is None else list(layers),
         task_type="CAUSAL_LM",
+        modules_to_save=list(saved or ()) or None,
+        trainable_token_indices=tokens,  # type: ignore[arg-type]
+        alora_invocation_tokens=None if invocation is None else list(invocation),
     )
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), config)
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, LoraLayer):
             _randomise_lora(module, generator, getattr(torch, dtype))
-    model.save_pretrained(str(folder))
+    for name, parameter in model.named_parameters():
+        if "trainable_tokens_delta" in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+        for module, rows in (saved or {}).items():
+            if f"{module}.modules_to_save" in name:
+                parameter.data[list(rows)] += 0.3 * torch.randn((len(rows), parameter.shape[1]), generator=generator)
+    # With the base's embedding and head beside their LoRA, which is the default, but with a warning.
+    model.save_pretrained(str(folder), save_embedding_layers=not {"embed_tokens", "lm_head"}.isdisjoint(targets))
     return folder
 
 
@@ -220,8 +235,12 @@ def prompt_of(rng: Random, tokens: int) -> list[int]:
 
 
 def _randomise_lora(layer: Any, generator: torch.Generator, dtype: torch.dtype) -> None:
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    rank, in_features = a.shape
+    if "default" in layer.lora_embedding_A:
+        a, b = layer.lora_embedding_A["default"], layer.lora_embedding_B["default"]
+        rank, in_features = len(a), 8  # of which one is 1 and the others are 0
+    else:
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        rank, in_features = a.shape
     b_std = 0.8 / (layer.scaling["default"] * math.sqrt(rank))
     a.data = (torch.randn(a.shape, generator=generator) / math.sqrt(in_features)).to(dtype)
     b.data = (torch.randn(b.shape, generator=generator) * b_std).to(dtype)

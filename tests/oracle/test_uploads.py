@@ -32,6 +32,9 @@ LAYERS = 3  # of the model
 KINDS: Kinds = {
     "poet": {"rank": 8, "targets": ALL_TARGETS},
     "clerk": {"rank": 24, "targets": ALL_TARGETS, "dtype": "float16"},
+    "activated": {"rank": 8, "targets": ALL_TARGETS, "invocation": [40, 41]},
+    "head": {"rank": 8, "targets": (*ALL_TARGETS, "lm_head")},
+    "saved": {"rank": 8, "targets": ALL_TARGETS, "saved": {"embed_tokens": [30, 50, 5]}},
 }
 PROMPT = list(range(20, 60))
 
@@ -132,6 +135,37 @@ async def test_a_request_is_computed_as_far_as_its_adapter_has_arrived(
         again = await submit(server.engine, PROMPT, "new", cache_salt="other")
         subject.oracle.check_greedy(PROMPT, "clerk", again.token_ids)
         assert server.engine.catalog.manager.counters.disk_reads == 1  # the upload itself
+
+
+@pytest.mark.parametrize("kind", ["activated", "head"])
+async def test_a_request_waits_for_an_adapter_that_no_side_batch_can_compute(
+    subject: Subject, tmp_path: Path, kind: str
+) -> None:
+    async with served(subject, tmp_path) as server:
+        body = Body(subject.adapters[kind])
+        upload = server.put("new", body)
+        body.send(1)
+        await server.admitted("new")
+        task = submit(server.engine, PROMPT, "new")
+        body.send(2)
+        await until(lambda: (found := server.engine.snapshot()).running + found.waiting > 0)
+        assert server.computed() == []
+        body.finish()
+        await upload
+        subject.oracle.check_greedy(PROMPT, kind, (await task).token_ids)
+
+
+async def test_requests_are_admitted_after_the_upload_if_the_file_has_a_whole_embedding(
+    subject: Subject, tmp_path: Path
+) -> None:
+    """Its changed rows are known when all of it has been compared with the base's."""
+    async with served(subject, tmp_path) as server:
+        body = Body(subject.adapters["saved"])
+        upload = server.put("new", body)
+        body.send(2)
+        body.finish()
+        await upload
+        subject.oracle.check_greedy(PROMPT, "saved", (await submit(server.engine, PROMPT, "new")).token_ids)
 
 
 async def test_requests_that_come_at_any_time_are_served(subject: Subject, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ class DeviceBatch:
     tile_tokens: Tensor  # int32 [tiles]
     segments: Segments
     outputs: Outputs
+    adapters: Tensor  # int32 [tokens], slots of the adapters that change the embedding or the head, else 0
     embedded: Tensor  # int32 [rows], tokens whose hidden states are embeddings
     masked: MaskedRows
     results: Tensor  # uint8: the results in `outputs`, contiguous for one copy to the host
@@ -55,6 +56,7 @@ def _places(capacity: Capacity) -> dict[str, slice]:
     sizes = {
         "slot": capacity.tokens,
         "position": capacity.tokens,
+        "adapter": capacity.tokens,
         "row_token": capacity.rows,
         "tile_first": capacity.tiles,
         "tile_tokens": capacity.tiles,
@@ -99,13 +101,14 @@ class BatchWriter:
         rows: tuple[ScheduledRow, ...],
         outputs: Output,
         groups: Collection[int],
+        vocabulary: Collection[int] = (),
         *,
         with_lora: bool = True,
         all_prompt: bool = False,
     ) -> PassShape:
         """Writes a batch into `words` [num_words] and returns its shape. `groups`: shapes of the groups in which its
-        adapters have modules. `with_lora`: False if kernels apply no
-        adapters. `all_prompt`: treats rows of one token as prompt chunks, too."""
+        adapters have modules; `vocabulary`: slots of those that change the embedding or the head. `with_lora`: False if
+        layers' kernels apply no adapters. `all_prompt`: treats rows of one token as prompt chunks, too."""
         words[:] = self._empty
         counts = np.array([row.count for row in rows], np.int32)
         first = np.zeros(len(rows) + 1, np.int32)
@@ -128,7 +131,10 @@ class BatchWriter:
         has_items = bool((adapters[for_bgmv] != BASE_ADAPTER_SLOT).any())
         context = int(starts[decodes].max(initial=-1)) + 1
         decoding, applied = int(decodes.sum()), frozenset(groups)
-        return PassShape(total, decoding, tiles, len(outputs.token), segments, has_items, context, applied)
+        changed = [row.adapter_slot if row.adapter_slot in vocabulary else BASE_ADAPTER_SLOT for row in rows]
+        self._put(words, "adapter", np.repeat(np.array(changed, np.int32), counts))
+        sizes = total, decoding, tiles, len(outputs.token), segments
+        return PassShape(*sizes, has_items, context, applied, bool(vocabulary))
 
     def _put(self, words: Ints, name: str, values: NDArray[np.integer]) -> None:
         start = self._places[name].start
@@ -203,6 +209,7 @@ def make_batch(plan: DecoderPlan, capacity: Capacity, max_rank: int, device: tor
     return DeviceBatch(
         words=words,
         tokens=TokenTables(at["slot"], at["position"]),
+        adapters=at["adapter"],
         row_token=at["row_token"],
         tile_first=at["tile_first"],
         tile_tokens=at["tile_tokens"],

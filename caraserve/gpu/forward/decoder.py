@@ -21,6 +21,7 @@ from caraserve.gpu.kernels.experts import apply_experts
 from caraserve.gpu.kernels.heads import rotate_and_append
 from caraserve.gpu.kernels.norms import NormWeights, add_and_norm
 from caraserve.gpu.kernels.sampling import Outputs, SamplerState, sample, score
+from caraserve.gpu.kernels.vocabulary import change_embeddings, change_logits
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.masks import MaskedOutputs
 from caraserve.gpu.memory.pass_shape import PassShape
@@ -108,6 +109,7 @@ class Decoder:
     ) -> None:
         self.plan, self.weights, self.state, self.batch = plan, weights, state, batch
         self.workspace, self.kernels, self.driver, self.attention = workspace, device.kernels, device.driver, attention
+        self.vocabulary = tables.vocabulary
         self.lora = LoraLane(plan, batch, tables, workspace, device)
         self.sampler = SamplerState(state.sampling, state.history, workspace.weights, workspace.counts)
         self.blocks = block_steps(plan, weights)
@@ -196,6 +198,10 @@ class DecoderPass:
         decoder, weights, hidden = self._decoder, self._weights, self._rows.hidden
         history, tokens, scale = decoder.state.history, decoder.batch.tokens, decoder.plan.embed_scale
         self._run(stream, lambda: embed(history, weights.embedding, tokens, hidden, scale, weights.positions))
+        if self._shape.changes_vocabulary:
+            adapters, tables = decoder.batch.adapters, decoder.vocabulary
+            given = hidden, history, tokens, adapters, tables, scale, weights.positions
+            self._run(stream, lambda: change_embeddings(*given))
 
     def begin_block(self, block: BlockSteps, stream: Stream) -> None:
         """Adds the result of the block before to the residual stream, and norms the rows that this block reads."""
@@ -313,6 +319,9 @@ class DecoderPass:
         def logits_of_wanted() -> None:
             decoder.norm_last(wanted, outputs.token)  # each token is wanted at most once
             weights.head.apply(wanted, logits, decoder.workspace.rounded)
+            if self._shape.changes_vocabulary:
+                adapters, products = decoder.batch.adapters, decoder.workspace.products
+                change_logits(logits, wanted, products, outputs.token, adapters, decoder.vocabulary, weights.head_bias)
             if plan.logit_scale != 1.0 or plan.logit_cap is not None:
                 cap_logits(logits, plan.logit_scale, plan.logit_cap)
 

@@ -163,7 +163,8 @@ class IterationRunner:
         outputs = outputs_of(batch.rows, self._slots.prompt_tokens)
         adapters = {row.adapter_slot for row in batch.rows} - {BASE_ADAPTER_SLOT}
         groups = self._images.group_shapes_of(adapters)
-        shape = self._host.fill(self._words, batch.rows, outputs, groups, with_lora=with_lora)
+        changing = self._images.changing_vocabulary(adapters)
+        shape = self._host.fill(self._words, batch.rows, outputs, groups, changing, with_lora=with_lora)
         arriving = self._images.arriving(adapters)
         weights = self._merge(batch.merged)
         captured = self._captured_graphs.find(batch, shape, arriving)

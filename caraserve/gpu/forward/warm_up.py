@@ -34,7 +34,7 @@ def warm_up_shapes(capacity: Capacity, max_context: int, groups: frozenset[int])
                 min(tokens, capacity.outputs),
                 min(1, capacity.segments),
             )
-            shapes.append(PassShape(tokens, rows, 1, outputs, segments, True, max_context, groups))
+            shapes.append(PassShape(tokens, rows, 1, outputs, segments, True, max_context, groups, True))
     return shapes
 
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from caraserve.core.lora_layout import AdapterSpec
+from caraserve.core.lora_layout import MAX_ROWS, SIDES, AdapterSpec
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.lora import SiteTables
+from caraserve.gpu.kernels.vocabulary import VocabularyTables
 from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import align_up
 
@@ -47,6 +49,7 @@ class AdapterTables:
         self.rank = torch.zeros(shape, dtype=torch.int32, device=device)
         self.scale = torch.zeros(shape, dtype=torch.float32, device=device)
         self.dtype = torch.zeros(self.slots, dtype=torch.int32, device=device)
+        self.vocabulary = _vocabulary_tables(self.slots, self.dtype)
 
     def for_triton(self, layer: int, group: int) -> SiteTables:
         """Returns the tables of one of a layer's groups, as kernels/lora.py takes them."""
@@ -63,6 +66,39 @@ class AdapterTables:
     def _sites(self, layer: int, group: int) -> slice:
         sites = self._plan.layers[layer].groups[group].sites
         return slice(sites[0].index, sites[-1].index + 1)
+
+
+def _vocabulary_tables(slots: int, dtype: Tensor) -> VocabularyTables:
+    def table(kind: torch.dtype, *shape: int) -> Tensor:
+        return torch.zeros((len(SIDES), slots, *shape), dtype=kind, device=dtype.device)
+
+    a, b, rank, rows = (table(kind) for kind in (torch.int64, torch.int64, torch.int32, torch.int32))
+    return VocabularyTables(a, b, rank, rows, table(torch.float32), table(torch.int32, MAX_ROWS), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyColumn:
+    """One slot's column of the tables of the embedding and the head, [2] each, and the tokens, [2, MAX_ROWS]."""
+
+    a: NDArray[np.int64]
+    b: NDArray[np.int64]
+    rank: NDArray[np.int32]
+    rows: NDArray[np.int32]
+    scale: NDArray[np.float32]
+    tokens: NDArray[np.int32]
+
+
+def vocabulary_column(spec: AdapterSpec, base: int) -> VocabularyColumn:
+    """Returns the column of an adapter whose bytes begin at the device address `base`."""
+    count = len(SIDES)
+    (a, b), (rank, rows) = np.zeros((2, count), np.int64), np.zeros((2, count), np.int32)
+    scale, tokens = np.zeros(count, np.float32), np.zeros((count, MAX_ROWS), np.int32)
+    for span in spec.vocabulary:
+        at, change = SIDES.index(span.change.side), span.change
+        a[at], b[at] = base + span.a_offset, base + span.b_offset
+        rank[at], rows[at], scale[at] = span.padded_rank, len(change.tokens), change.scale
+        tokens[at, : len(change.tokens)] = change.tokens
+    return VocabularyColumn(a, b, rank, rows, scale, tokens)
 
 
 def column(spec: AdapterSpec, plan: DecoderPlan, base: int) -> Column:

@@ -21,7 +21,7 @@ from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, latest
 from caraserve.gpu.kernels.bgmv_work import AdapterItems, WorkItems, adapter_items, plan_items
 from caraserve.gpu.memory import padding
-from caraserve.gpu.memory.adapter_tables import AdapterTables, column
+from caraserve.gpu.memory.adapter_tables import AdapterTables, column, vocabulary_column
 from caraserve.gpu.memory.copier import CopyRequest, DeviceContext
 from caraserve.gpu.memory.link_queue import LayerGroup, layer_groups
 from caraserve.gpu.memory.pool import DevicePool, Grant, Move
@@ -211,6 +211,10 @@ class DeviceImages:
         """Returns the shapes of the groups in which any of these adapters has a module."""
         return frozenset().union(*(self.bound[slot].shapes for slot in slots))
 
+    def changing_vocabulary(self, slots: Collection[int]) -> list[int]:
+        """Returns the slots whose adapters change the embedding or the head."""
+        return [slot for slot in slots if self.bound[slot].stored.vocabulary]
+
     def used(self, slots: Collection[int], lane: Lane, number: int) -> None:
         """Records that a pass which reads these adapters ends with mark `number` of `lane`."""
         marks = at(lane, number)
@@ -298,7 +302,17 @@ class DeviceImages:
         for table, values in (*pairs, (tables.dtype, made.dtype)):
             size = table.element_size()
             self._ring.send_column(table.data_ptr() + size * slot, size * tables.slots, values.ravel())
+        self._write_vocabulary(slot, base)
         self._ring.flush()
+
+    def _write_vocabulary(self, slot: int, base: int) -> None:
+        tables, made = self.tables.vocabulary, vocabulary_column(self.bound[slot].stored, base)
+        pairs = ((tables.a, made.a), (tables.b, made.b), (tables.rows, made.rows), (tables.scale, made.scale))
+        for table, values in (*pairs, (tables.rank, made.rank)):
+            size = table.element_size()
+            self._ring.send_column(table.data_ptr() + size * slot, size * table.shape[1], values)
+        for side in np.flatnonzero(made.rows):
+            self._ring.send(tables.tokens[side, slot].data_ptr(), made.tokens[side])
 
     def _items_of(self, slot: int, most_rank: int) -> tuple[AdapterItems, ...]:
         """Returns an adapter's items by group shape, for its first `most_rank` rank rows; made once."""

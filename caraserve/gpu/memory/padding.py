@@ -32,6 +32,8 @@ def padded(spec: AdapterSpec, plan: DecoderPlan, max_rank: int) -> AdapterSpec:
     """Returns the adapter's layout in the pool. Raises AdapterRejected if its rank is larger than `max_rank`."""
     if spec.rank > max_rank:
         raise AdapterRejected(f"rank {spec.rank} exceeds the {max_rank} rows that the padded kernels have")
+    if spec.vocabulary:
+        raise AdapterRejected("the padded kernels have no changes of the embedding or the head")
     spans, ends = lay_out(plan, spec.dtype, {span.module: (max_rank, span.scale) for span in spec.spans})
     return replace(spec, rank=max_rank, spans=spans, layer_ends=ends)
 

@@ -45,6 +45,7 @@ class PassShape:
     has_items: bool  # True if other rows that decode have adapters
     context: int  # most positions of any row that decodes
     groups: frozenset[int]  # shapes of the groups in which any adapter of the batch has a module
+    changes_vocabulary: bool = False  # True if an adapter of the batch changes the embedding or the head
 
     @property
     def has_lora(self) -> bool:
@@ -52,7 +53,7 @@ class PassShape:
 
     def fits(self, larger: "PassShape") -> bool:
         """True if a pass of shape `larger` can compute a batch of this shape, padded."""
-        sizes = ("tokens", "decode_rows", "tiles", "outputs", "segments", "has_items", "context")
+        sizes = ("tokens", "decode_rows", "tiles", "outputs", "segments", "has_items", "context", "changes_vocabulary")
         fits = all(getattr(self, name) <= getattr(larger, name) for name in sizes)
         return fits and (not self.has_lora or self.groups <= larger.groups)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from caraserve.core.lora_layout import MAX_RANK
 from caraserve.gpu.attention.base import DecodeAttention, Scratch
 from caraserve.gpu.kernels.bgmv_work import PLANES
 from caraserve.gpu.kernels.experts import ExpertRoom
@@ -73,6 +74,7 @@ class Workspace:
     scratch: dict[tuple[int, int], Scratch]  # of attention, by heads and head dim
     wanted: Tensor  # [outputs at once, hidden] normed rows for the logits
     logits: Tensor  # [outputs at once, vocab]
+    products: Tensor  # float32 [outputs at once, MAX_RANK], of these rows and A of the head
     embeddings: Tensor  # [rows, hidden]
     weights: Tensor  # float32 [blocks, vocab], for sampling
     counts: Tensor  # int32 [blocks, vocab], zero between launches
@@ -121,6 +123,7 @@ def make_workspace(
         {each: _scratch(each, capacity.rows, max_context, device, attention) for each in heads},
         rows(outputs, plan.hidden),
         rows(outputs, plan.vocab_size),
+        torch.zeros((outputs, MAX_RANK), dtype=torch.float32, device=device),
         rows(capacity.rows, plan.hidden),
         torch.zeros((blocks, plan.vocab_size), dtype=torch.float32, device=device),
         torch.zeros((blocks, plan.vocab_size), dtype=torch.int32, device=device),

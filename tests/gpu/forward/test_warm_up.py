@@ -24,7 +24,7 @@ from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.forward.decoder import issue_pass
 from caraserve.gpu.forward.warm_up import LateKernels, product_rows
-from caraserve.gpu.kernels import elementwise, heads, lora, norms, sampling
+from caraserve.gpu.kernels import elementwise, heads, lora, norms, sampling, vocabulary
 from caraserve.gpu.linear.dense import DenseLinear
 from caraserve.gpu.memory import workspace
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS
@@ -42,7 +42,7 @@ from tests.plans import made_up
 
 KERNELS = {  # all that are launched from Python
     name
-    for module in (attention, elementwise, heads, norms, lora, sampling)
+    for module in (attention, elementwise, heads, norms, lora, sampling, vocabulary)
     for name, value in vars(module).items()
     if isinstance(value, JITFunction) and name.endswith("_kernel")
 } - {"cap_kernel"}  # of models whose logits are scaled or capped
@@ -121,6 +121,8 @@ def iterations(parts: BackendParts) -> None:
         lane.decoder.embed_prompts(len(outputs), stream)
     for shape in (
         PassShape(1, 1, 0, 1, 0, has_items=False, context=1, groups=groups),
+        PassShape(1, 1, 0, 1, 0, has_items=False, context=1, groups=groups, changes_vocabulary=True),
+        PassShape(TOKENS, 7, 9, TOKENS, 12, has_items=True, context=16, groups=groups, changes_vocabulary=True),
         PassShape(3, 3, 0, 3, 0, has_items=True, context=500, groups=groups),
         PassShape(ROWS, ROWS, 0, ROWS, 0, has_items=True, context=CONTEXT, groups=groups),
         PassShape(5, 0, 1, 1, 1, has_items=False, context=0, groups=groups),

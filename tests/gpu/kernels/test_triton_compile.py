@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from caraserve.core.lora_layout import MAX_RANK
 from caraserve.gpu.attention import triton as attention
 from caraserve.gpu.attention.base import LayerAttention
 from caraserve.gpu.attention.triton import ATTENTION
@@ -23,11 +24,14 @@ from caraserve.gpu.kernels.heads import Heads, RopeTables, rotate_and_append
 from caraserve.gpu.kernels.lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
 from caraserve.gpu.kernels.norms import NormWeights, add_and_norm
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
+from caraserve.gpu.kernels.vocabulary import change_embeddings, change_logits
 from caraserve.gpu.linear.quantized_kernels import multiply, round_rows, scale_rows
+from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.pass_shape import PassShape, all_groups
 from caraserve.model.dtype import Code
 from caraserve.model.plan import Activation
 from tests.gpu.kernels.triton_launches import Launch, decoder_of, recording, usage
+from tests.gpu.small_model import mixed_plan
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
 TOKENS, HIDDEN, INNER, HEADS, KV_HEADS, SLOTS, VOCAB = 64, 4096, 11008, 32, 8, 48, 32000
@@ -129,6 +133,17 @@ def launch_every_form(dtype: torch.dtype) -> None:
     cap_logits(empty(TOKENS, VOCAB, dtype=dtype), 0.5, 30.0)
 
 
+def launch_vocabulary(dtype: torch.dtype, *, all_forms: bool) -> None:
+    """Launches changes of the embedding and the head, with positions and a bias if `all_forms`."""
+    hidden, logits = empty(TOKENS, HIDDEN, dtype=dtype), empty(TOKENS, VOCAB, dtype=dtype)
+    tokens, adapters = TokenTables(empty(TOKENS), empty(TOKENS)), empty(TOKENS)
+    tables = AdapterTables(mixed_plan(), SLOTS, torch.device("cpu")).vocabulary
+    positions, scale = (floats(2048, HIDDEN), 3.5) if all_forms else (None, 1.0)
+    change_embeddings(hidden, empty(SLOTS, 2049), tokens, adapters, tables, scale, positions)
+    bias = empty(VOCAB, dtype=dtype) if all_forms else None
+    change_logits(logits, hidden, floats(TOKENS, MAX_RANK), empty(TOKENS), adapters, tables, bias)
+
+
 def launch_product(rows: int, code: Code, capability: int, *, rounded: bool) -> None:
     """Launches a product of bf16 inputs, or of quantised ones."""
     weight, scale = empty(HIDDEN, HIDDEN, dtype=torch.int8), empty(HIDDEN, dtype=torch.float32)
@@ -217,6 +232,14 @@ def test_sinks_and_slopes_fit_and_do_not_spill(launches: list[Launch], capabilit
 @pytest.mark.parametrize("capability", [86, 100])
 def test_all_that_a_layer_may_compute_fits_and_does_not_spill(launches: list[Launch], capability: int) -> None:
     launch_every_form(torch.bfloat16)
+    check(launches, capability)
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(86, torch.bfloat16), (90, torch.float16)])
+def test_changes_of_the_vocabulary_fit_and_do_not_spill(
+    launches: list[Launch], capability: int, dtype: torch.dtype
+) -> None:
+    launch_vocabulary(dtype, all_forms=capability == 86)
     check(launches, capability)
 
 
