@@ -141,6 +141,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "marks that are not there": (lambda: archive(b"\x80\x02tu."), "its pickle is damaged"),
     "a mark above the stack": (lambda: archive(b"\x80\x02}((K\x01]0u."), "has the operation POP"),
     "memory of another file": (lambda: archive(b"\x80\x02h\x05."), "its pickle is damaged"),
+    "operations without end": (lambda: archive(b"\x80\x02" + b"}" * (1 << 20)), "has more than 500000 operations"),
     "an empty pickle": (lambda: archive(b""), "is not a valid file of PyTorch"),
     "a tensor after its storage": (lambda: archive(pickled(offset=1)), "tensor 't' lies outside of its storage"),
     "a tensor before its storage": (lambda: archive(pickled(offset=-1)), "tensor 't' lies outside of its storage"),
