@@ -80,6 +80,7 @@ class DeviceAdapters:
         self._host_entries = np.zeros_like(self._entries)
         self._vocabulary = np.zeros((num_slots, len(SIDES)), LORA_ENTRY)
         self._changed_tokens = np.full((num_slots, len(SIDES), MAX_ROWS), -1, np.int64)
+        self._changing: set[int] = set()  # slots whose adapters change the embedding or the head
         self._arrived = np.zeros(num_slots, np.int64)  # addresses
         self.max_rank = np.zeros(num_slots, np.int64)  # largest padded rank of a slot
         self.bindings = np.zeros(num_slots, np.int64)  # how often a slot has been bound or unbound
@@ -112,7 +113,7 @@ class DeviceAdapters:
 
     def changes_vocabulary(self, slot: int) -> bool:
         """Returns whether the adapter in `slot` changes the embedding or the head."""
-        return bool(self._vocabulary["rank"][slot].any())
+        return slot in self._changing
 
     def padding(self, slots: Sequence[int], are_prompts: Sequence[bool]) -> NDArray[np.int64]:
         """Returns the padding of a batch, words of LORA_ENTRY [slots, layers, sites]: zeros that fill up every module
@@ -152,6 +153,7 @@ class DeviceAdapters:
         self._entries["rank"][slot] = 0
         self._host_entries["rank"][slot] = 0
         self._vocabulary["rank"][slot] = 0
+        self._changing.discard(slot)
         self._changed_tokens[slot] = -1
         self.max_rank[slot] = 0
         self.bindings[slot] += 1
@@ -159,6 +161,7 @@ class DeviceAdapters:
 
     def _fill_vocabulary(self, slot: int, spec: AdapterSpec, base: int) -> None:
         for span in spec.vocabulary:
+            self._changing.add(slot)
             at, change = (slot, SIDES.index(span.change.side)), span.change
             place = base + span.a_offset, base + span.b_offset
             self._vocabulary[at] = (*place, span.padded_rank, spec.dtype.value, change.scale)

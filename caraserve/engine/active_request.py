@@ -109,7 +109,8 @@ class ActiveRequest:
 
     def find_activation(self) -> None:
         """Finds the position from which its adapter, whose layout is known by now, is active."""
-        if self.adapter is not None and self.adapter.spec is not None:
+        if self.adapter is not None:
+            assert self.adapter.spec is not None
             self.request.base_tokens = self.adapter.spec.active_from(self.request.inputs.prompt_ids)
 
     def start(

@@ -131,8 +131,9 @@ class BatchWriter:
         has_items = bool((adapters[for_bgmv] != BASE_ADAPTER_SLOT).any())
         context = int(starts[decodes].max(initial=-1)) + 1
         decoding, applied = int(decodes.sum()), frozenset(groups)
-        changed = [row.adapter_slot if row.adapter_slot in vocabulary else BASE_ADAPTER_SLOT for row in rows]
-        self._put(words, "adapter", np.repeat(np.array(changed, np.int32), counts))
+        if vocabulary:
+            changed = [row.adapter_slot if row.adapter_slot in vocabulary else BASE_ADAPTER_SLOT for row in rows]
+            self._put(words, "adapter", np.repeat(np.array(changed, np.int32), counts))
         sizes = total, decoding, tiles, len(outputs.token), segments
         return PassShape(*sizes, has_items, context, applied, bool(vocabulary))
 
