@@ -1,5 +1,6 @@
 """Makes the model of a case with random weights, its adapters, and what transformers and peft compute with them."""
 
+import copy
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,10 +46,11 @@ def make(case: Case, folder: Path) -> Made:
         ("last", 2, {"r": 3, "lora_alpha": 6, "use_rslora": True, "layers_to_transform": [1, 2]}),
     ):
         adapted = get_peft_model(
-            getattr(transformers, case.model).from_pretrained(folder / "model", attn_implementation="eager"),
+            copy.deepcopy(model),  # reading the files again takes a third of the time of a test
             LoraConfig(target_modules=targets_of(model, case), task_type="CAUSAL_LM", **outside, **fields),
         ).eval()
         _randomise_lora(adapted, torch.Generator().manual_seed(seed))
+        adapted.create_or_update_model_card = lambda folder: None  # compiles a template each time, which is slow
         adapted.save_pretrained(str(folder / name))
         adapters[name] = folder / name, logits_of(adapted)
     return Made(folder / "model", logits, adapters)

@@ -36,7 +36,7 @@ def test_an_absent_field_has_the_value_that_transformers_gives_it(name: str) -> 
             continue  # releases of transformers differ; the tensors of the checkpoint decide
         without = _without(fields, path)
         try:
-            completed = kind.from_dict(without).to_dict()
+            completed = kind(**without).to_dict()  # `from_dict` would print it, a third of the time, for a log
         except Exception:  # transformers refuses what is left
             continue
         assert outcome(without) == outcome(completed), path

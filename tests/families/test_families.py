@@ -34,22 +34,20 @@ def torch_for_triton() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
-    return cache(lambda name: make(CASES[name], tmp_path_factory.mktemp("family")))
+@pytest.fixture(scope="module", params=CASES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The model of each family in turn: all tests of one are run before those of the next, so that one process of
+    xdist makes it, once."""
+    return make(CASES[request.param], tmp_path_factory.mktemp("family"))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_plan_of_a_family_gives_the_logits_of_transformers(name: str, made: Callable[[str], Made]) -> None:
-    model = made(name)
+def test_the_plan_of_a_family_gives_the_logits_of_transformers(model: Made) -> None:
     plan = load_plan(model.folder)
     with FolderReader(model.folder, plan.stored_names) as read:
         assert distance(Executor(plan, read).logits(TOKENS), model.logits) < LIMIT
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_comparison_sees_every_field_of_the_plan(name: str, made: Callable[[str], Made]) -> None:
-    model = made(name)
+def test_the_comparison_sees_every_field_of_the_plan(model: Made) -> None:
     plan = load_plan(model.folder)
     with FolderReader(model.folder, plan.stored_names) as read:
         tensors = cache(read)
@@ -58,10 +56,9 @@ def test_the_comparison_sees_every_field_of_the_plan(name: str, made: Callable[[
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CASES)
-def test_a_backend_gives_the_logits_of_peft(name: str, backend: str, made: Callable[[str], Made]) -> None:
+def test_a_backend_gives_the_logits_of_peft(backend: str, model: Made) -> None:
     """Without an adapter, and with two, one after another; a prompt in pieces."""
-    model, (make_backend, alternatives) = made(name), BACKENDS[backend]
+    make_backend, alternatives = BACKENDS[backend]
     plan = load_plan(model.folder)
     with FolderReader(model.folder, plan.stored_names) as read:
         served = make_backend(plan, read)
