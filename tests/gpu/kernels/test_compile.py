@@ -4,6 +4,7 @@ import re
 from functools import cache
 from itertools import groupby, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +26,20 @@ READ = ("sm_80", "sm_90")  # their instructions are checked; architectures betwe
 OF_ACTIVATIONS = ("bgmv", "handoff", "sampling")
 # One dtype shows whether an architecture's registers are enough: a dtype changes no more than how x is read and y
 # written, which one architecture shows. A unit takes up to 5 s.
+# sm_89 has the instructions, registers and shared memory of sm_86. These units take a second to four.
+ALIKE = ("sm_89",)
 UNITS = [
     *(Unit(source, Dtype.BF16, arch) for source in OF_ACTIVATIONS for arch in ARCHES),
     *(Unit(source, *other) for source in OF_ACTIVATIONS for other in ((Dtype.F32, "sm_80"), (Dtype.F16, "sm_90"))),
     *(Unit("words", Dtype.F32, arch) for arch in ARCHES),
 ]
 BGMV, HANDOFF, SAMPLING = ([unit for unit in UNITS if unit.source == source] for source in OF_ACTIVATIONS)
+
+
+def marked(units: list[Unit]) -> list[Any]:
+    """Returns units as parameters; those that are like another one are only compiled when kernels change."""
+    slow = [unit for unit in units if unit.arch in ALIKE and unit.source in OF_ACTIVATIONS]
+    return [pytest.param(unit, marks=pytest.mark.slow) if unit in slow else unit for unit in units]
 
 
 def named(unit: Unit) -> str:
@@ -43,14 +52,14 @@ def compiled(unit: Unit) -> Compiled:
     return cuda_sources.compiled(unit)
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=named)
+@pytest.mark.parametrize("unit", marked(UNITS), ids=named)
 def test_no_kernel_spills(unit: Unit) -> None:
     found = cubin.kernels(compiled(unit).cubin)
     assert set(found) == set(cuda_sources.kernels(unit.source))
     assert {name: kernel.frame_bytes for name, kernel in found.items()} == dict.fromkeys(found, 0)
 
 
-@pytest.mark.parametrize("unit", BGMV, ids=named)
+@pytest.mark.parametrize("unit", marked(BGMV), ids=named)
 def test_the_grids_blocks_fit_each_multiprocessor(unit: Unit) -> None:
     for kernel in cubin.kernels(compiled(unit).cubin).values():
         registers = (kernel.registers + 7) // 8 * 8 * bgmv_work.THREADS  # allocated in units of eight
@@ -95,7 +104,7 @@ def reads(ptx: str, kernel: str, pointer: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("unit", BGMV, ids=named)
+@pytest.mark.parametrize("unit", marked(BGMV), ids=named)
 def test_expand_waits_for_shrink_after_it_has_asked_for_weights_and_before_it_reads_planes(unit: Unit) -> None:
     """For each of the three weight dtypes; blocks without items wait at the end."""
     waits = int(unit.arch.removeprefix("sm_")) >= 90
@@ -114,7 +123,7 @@ def is_read(op: str) -> bool:
     return op.startswith("LDG") or op == "ACQBULK"
 
 
-@pytest.mark.parametrize("unit", SAMPLING, ids=named)
+@pytest.mark.parametrize("unit", marked(SAMPLING), ids=named)
 def test_a_multiprocessor_holds_a_sampling_block_of_1024_threads(unit: Unit) -> None:
     for kernel in cubin.kernels(compiled(unit).cubin).values():
         assert kernel.registers <= REGISTERS_OF_AN_SM // 1024

@@ -1,7 +1,9 @@
 """Compares embedding, norms, rotation, KV append and activations with torch in double precision; run by
 test_triton_cases.py in Triton's interpreter, or on a GPU."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any, get_args
 
 import numpy as np
@@ -20,6 +22,16 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCES = {F32: 1e-5, F16: 2e-3, BF16: 1.6e-2}
 DTYPES = list(TOLERANCES)
+
+
+def with_dtypes(cases: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Returns each case with each dtype; in the interpreter, which takes a thousand times as long as a GPU, with one:
+    a dtype changes how values are read and written, and a form what is computed. All dtypes take turns."""
+    tuples = [case if isinstance(case, tuple) else (case,) for case in cases]
+    if DEVICE.type == "cuda":
+        return [(*case, dtype) for case in tuples for dtype in DTYPES]
+    # One more at each third case, or the last of three values that cases are made of would always have the same.
+    return [(*case, DTYPES[(at + at // 3) % 3]) for at, case in enumerate(tuples)]
 
 
 def random(*shape: int, dtype: torch.dtype = F32) -> Tensor:
@@ -65,24 +77,25 @@ def test_embeddings_are_scaled_vectors_are_not_and_both_get_positions(
 # --- norms of rows ---
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("width", "fields"),
-    [
-        (64, {"pre": norm(64)}),
-        (768, {"pre": norm(768, bias=True)}),
-        (100, {"pre": norm(100, subtracts_mean=True)}),
-        (100, {"pre": norm(100, bias=True, subtracts_mean=True), "delta": True}),
-        (96, {"pre": norm(96), "delta": True}),
-        (96, {"pre": norm(96), "delta": True, "rows": [4, -1, 0]}),
-        (40, {"pre": norm(40), "rows": [4, -1, 0]}),
-        (96, {"pre": norm(96), "delta": True, "multiplier": 0.7}),
-        (96, {"pre": norm(96), "delta": True, "scalar": 1.7}),
-        (96, {"pre": norm(96), "scalar": 1.7}),
-        (80, {"pre": norm(80), "post": norm(80, bias=True), "delta": True}),
-        (80, {"post": norm(80, subtracts_mean=True), "delta": True, "multiplier": 0.7, "scalar": 1.7}),
-        (80, {"delta": True}),
-    ],
+    ("width", "fields", "dtype"),
+    with_dtypes(
+        [
+            (64, {"pre": norm(64)}),
+            (768, {"pre": norm(768, bias=True)}),
+            (100, {"pre": norm(100, subtracts_mean=True)}),
+            (100, {"pre": norm(100, bias=True, subtracts_mean=True), "delta": True}),
+            (96, {"pre": norm(96), "delta": True}),
+            (96, {"pre": norm(96), "delta": True, "rows": [4, -1, 0]}),
+            (40, {"pre": norm(40), "rows": [4, -1, 0]}),
+            (96, {"pre": norm(96), "delta": True, "multiplier": 0.7}),
+            (96, {"pre": norm(96), "delta": True, "scalar": 1.7}),
+            (96, {"pre": norm(96), "scalar": 1.7}),
+            (80, {"pre": norm(80), "post": norm(80, bias=True), "delta": True}),
+            (80, {"post": norm(80, subtracts_mean=True), "delta": True, "multiplier": 0.7, "scalar": 1.7}),
+            (80, {"delta": True}),
+        ]
+    ),
 )
 def test_a_row_is_added_rounded_stored_and_normed(width: int, fields: dict[str, Any], dtype: torch.dtype) -> None:
     pre, post, rows = fields.get("pre"), fields.get("post"), fields.get("rows")
@@ -151,31 +164,32 @@ def qwen(heads: int, kv_heads: int, dim: int, normed: bool) -> Heads:
     return Heads(heads, kv_heads, dim, 0, heads * dim, (heads + kv_heads) * dim, rope(dim // 2), *weights)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "heads",
-    [
-        qwen(4, 2, 64, True),
-        qwen(5, 5, 80, False),
-        qwen(6, 1, 96, True),
-        SEPARATE,  # no rope
-        replace(SEPARATE, rope=rope(6, growth=True)),
-        replace(SEPARATE, rope=rope(2)),
-        replace(SHARED, rope=rope(5)),
-        normed_heads("head"),
-        normed_heads("head", after=True, v=70),
-        normed_heads("heads", mean=True, bias=True),
-        normed_heads("heads", after=True, head_dim=8),
-        replace(normed_heads("heads", mean=True), q_norm=None, v_norm=None),
-        replace(normed_heads("head", bias=True), k_norm=None),
-        normed_heads("row"),
-        normed_heads("row", mean=True, bias=True, v=70),
-        normed_heads("row", after=True),
-        normed_heads("row", after=True, v=70),
-        replace(normed_heads("row", after=True, v=70), k_norm=norm(12, scope="head"), rope=rope(3)),
-        replace(normed_heads("row", after=True, v=70), q_norm=norm(5, 12, scope="heads")),
-        replace(normed_heads("row", after=True), rope=None),
-    ],
+    ("heads", "dtype"),
+    with_dtypes(
+        [
+            qwen(4, 2, 64, True),
+            qwen(5, 5, 80, False),
+            qwen(6, 1, 96, True),
+            SEPARATE,  # no rope
+            replace(SEPARATE, rope=rope(6, growth=True)),
+            replace(SEPARATE, rope=rope(2)),
+            replace(SHARED, rope=rope(5)),
+            normed_heads("head"),
+            normed_heads("head", after=True, v=70),
+            normed_heads("heads", mean=True, bias=True),
+            normed_heads("heads", after=True, head_dim=8),
+            replace(normed_heads("heads", mean=True), q_norm=None, v_norm=None),
+            replace(normed_heads("head", bias=True), k_norm=None),
+            normed_heads("row"),
+            normed_heads("row", mean=True, bias=True, v=70),
+            normed_heads("row", after=True),
+            normed_heads("row", after=True, v=70),
+            replace(normed_heads("row", after=True, v=70), k_norm=norm(12, scope="head"), rope=rope(3)),
+            replace(normed_heads("row", after=True, v=70), q_norm=norm(5, 12, scope="heads")),
+            replace(normed_heads("row", after=True), rope=None),
+        ]
+    ),
 )
 def test_heads_are_normed_rotated_and_appended(heads: Heads, dtype: torch.dtype) -> None:
     width, dim = max(heads.q + heads.heads * heads.head_dim, heads.v + heads.kv_heads * heads.head_dim), heads.head_dim
@@ -210,9 +224,7 @@ def test_values_that_are_keys_have_no_norm_of_rows() -> None:
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # exp overflows where the factor is 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", get_args(Activation))
-@pytest.mark.parametrize("width", [48, 1024, 1500])
+@pytest.mark.parametrize(("kind", "width", "dtype"), with_dtypes(product(get_args(Activation), [48, 1024, 1500])))
 def test_activations(width: int, kind: Activation, dtype: torch.dtype) -> None:
     both = random(3, 2 * width + 6, dtype=dtype) * 4
     gate, up = both[:, 2 : 2 + width], both[:, 3 + width : 3 + 2 * width]
@@ -243,8 +255,7 @@ def test_attention_is_multiplied_by_its_gate(dtype: torch.dtype) -> None:
     check(attended, wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("scale", "cap"), [(0.3, None), (1.0, 30.0), (0.8, 4.0)])
+@pytest.mark.parametrize(("scale", "cap", "dtype"), with_dtypes([(0.3, None), (1.0, 30.0), (0.8, 4.0)]))
 def test_logits_are_scaled_and_capped(scale: float, cap: float | None, dtype: torch.dtype) -> None:
     logits = random(3, 1100, dtype=dtype)[:, :1050] * 20
     logits[1, :2] = torch.tensor([-60000.0, 60000.0], dtype=dtype)
