@@ -1,12 +1,14 @@
-"""Tiny random checkpoints and adapters in the formats of Hugging Face and peft, one family per supported trait.
+"""Tiny random checkpoints and adapters in the formats of Hugging Face and peft, of a few families; families/ has all.
 
 Weights are large enough that greedy outputs use much of the vocabulary and that the best token usually wins by a wide
 margin, so a test that compares tokens distinguishes a wrong kernel from rounding.
 """
 
+import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any, TypeAlias
@@ -17,9 +19,6 @@ from peft.tuners.lora import LoraLayer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -63,18 +62,6 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
-_GEMMA: dict[str, Any] = {
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "query_pre_attn_scalar": 8,
-    "sliding_window": SLIDING_WINDOW,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}
-_GEMMA3_ROPE = {
-    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-}
 # family: (config class, its traits, whether the tokenizer starts a prompt with BOS)
 _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any], bool]] = {
     "llama2": (LlamaConfig, _WIDE | {"num_hidden_layers": 3}, True),
@@ -99,17 +86,6 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any], bool]] = {
         _WIDE | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32},
         False,
     ),
-    "gemma": (
-        GemmaConfig,
-        _WIDE | {"num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True},
-        True,
-    ),
-    "gemma2": (
-        Gemma2Config,
-        _WIDE | _GEMMA | {"attn_logit_softcapping": 8.0, "final_logit_softcapping": 12.0},
-        True,
-    ),
-    "gemma3": (Gemma3TextConfig, _WIDE | _GEMMA | {"rope_parameters": _GEMMA3_ROPE}, True),
 }
 FAMILIES = tuple(_FAMILIES)
 _FAMILIES["qwen2_moe"] = (
@@ -145,25 +121,22 @@ def make_model(folder: Path, family: str, seed: int = 0, dtype: str = "float32")
     config_class, traits, with_bos = _FAMILIES[family]
     config = config_class(**_COMMON | traits)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    _randomise(model, torch.Generator().manual_seed(seed), scales_embeddings=family.startswith("gemma"))
+    _randomise(model, torch.Generator().manual_seed(seed))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     save_tokenizer(folder, with_bos)
     return folder
 
 
-def _randomise(model: torch.nn.Module, generator: torch.Generator, *, scales_embeddings: bool) -> None:
-    is_tied = all(name != "lm_head.weight" for name, _ in model.named_parameters())
+def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if is_tied and scales_embeddings and name == "model.norm.weight":
-            parameter.data = math.sqrt(len(noise)) * (1 + 0.2 * noise)  # or small embeddings would give equal logits
-        elif "norm" in name:
-            parameter.data = (0 if scales_embeddings else 1) + 0.2 * noise
+        if "norm" in name:
+            parameter.data = 1 + 0.2 * noise
         elif name.endswith("bias"):
             parameter.data = 0.3 * noise
         elif "embed_tokens" in name:
             # Below what the layers add, so that a tied head does not echo its input.
-            parameter.data = noise * (0.25 / (math.sqrt(parameter.shape[1]) if scales_embeddings else 1.0))
+            parameter.data = 0.25 * noise
         else:
             parameter.data = noise * (1.6 / math.sqrt(parameter.shape[1]))
 
@@ -205,7 +178,8 @@ def make_adapter(
         trainable_token_indices=tokens,  # type: ignore[arg-type]
         alora_invocation_tokens=None if invocation is None else list(invocation),
     )
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), config)
+    model: Any = get_peft_model(copy.deepcopy(_loaded(model_folder)), config)
+    model.create_or_update_model_card = lambda folder: None  # renders a template, a third of what this takes
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, LoraLayer):
@@ -219,6 +193,12 @@ def make_adapter(
     # With the base's embedding and head beside their LoRA, which is the default, but with a warning.
     model.save_pretrained(str(folder), save_embedding_layers=not {"embed_tokens", "lm_head"}.isdisjoint(targets))
     return folder
+
+
+@lru_cache(maxsize=1)
+def _loaded(folder: Path) -> Any:
+    """Returns a model for the adapters that are made for it one after another; to be copied before it is changed."""
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def make_adapters(folder: Path, model_folder: Path, kinds: Kinds) -> dict[str, Path]:
