@@ -2,9 +2,7 @@
 
 import asyncio
 import atexit
-import fcntl
 import gc
-import importlib
 import inspect
 import logging
 import os
@@ -17,6 +15,8 @@ from typing import Any
 
 import hypothesis
 import pytest
+
+from tests.compiled_first import compile_all
 
 # The same examples in every run: a change is not blamed for what another one broke, and no example has a time limit
 # that a busy machine exceeds. `--hypothesis-profile random` looks for new ones, and for more.
@@ -47,11 +47,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Lets one of xdist's processes compile the CPU kernels, 10 s of work, and the others have them from the cache."""
+    """Lets each of xdist's processes compile another part of what many tests need, and have the rest from the cache."""
     if hasattr(config, "workerinput"):
-        with open(__file__) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            importlib.import_module("caraserve.cpu.backend")
+        compile_all(int(config.workerinput["workerid"].removeprefix("gw")))
 
 
 TIMEOUT_S = 240.0  # what takes this long hangs, on a busy machine too; `pass_time` counts, by up to 2 minutes

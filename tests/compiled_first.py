@@ -1,0 +1,64 @@
+"""Compiles what many tests need, a minute of work in all, before the first one: without this, both processes of xdist
+and every server that a test starts would compile the same, at the same time."""
+
+import fcntl
+import importlib.util
+import math
+from collections.abc import Callable
+
+
+def compile_all(process: int) -> None:
+    """Compiles everything, or finds it in the cache. Processes begin with different parts; whichever comes second to
+    one waits for it."""
+    first = process % len(PARTS)
+    for part in (*PARTS[first:], *PARTS[:first]):
+        module, compile_part = part
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        with open(spec.origin) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            compile_part()
+
+
+def _compile_kernels() -> None:
+    """Compiles the CPU backend's kernels with those of merging, and those of its workers."""
+    from caraserve import demo
+    from caraserve.cpu.backend import CpuBackend, CpuSizes
+    from caraserve.cpu.lora_workers.worker import compile_worker
+    from caraserve.cpu.weights import dummy_reader, load_model
+    from caraserve.model.dtype import Dtype
+    from caraserve.model.families import load_plan
+
+    plan = load_plan(demo.model_folder())
+    loaded = load_model(plan, Dtype.F32, 16, dummy_reader(0, Dtype.F32), lambda: None)
+    sizes = CpuSizes(
+        threads=1,
+        num_slots=1,
+        adapter_slots=2,
+        max_step_tokens=16,
+        max_context=16,
+        kv_cache_bytes=1 << 20,
+        host_bytes=1 << 20,
+    )
+    backend = CpuBackend(plan, loaded, sizes)
+    try:
+        backend.warm_up(merging=True)
+    finally:
+        backend.close()
+    compile_worker()
+
+
+def _compile_simulator() -> None:
+    from caraserve.bench.records import PlannedRequest, Workload
+    from caraserve.bench.simulator.setting import ClusterSetting, paper_machine
+    from caraserve.bench.simulator.simulation import Simulation
+
+    requests = tuple(PlannedRequest(number, 0.1 * number, number, 10, 5) for number in range(2))
+    Simulation(ClusterSetting(2 * (paper_machine("padded"),), "auto", math.inf), Workload(requests, (8, 16))).run()
+
+
+PARTS: tuple[tuple[str, Callable[[], None]], ...] = (
+    ("caraserve.cpu", _compile_kernels),
+    ("caraserve.bench.simulator", _compile_simulator),
+)
