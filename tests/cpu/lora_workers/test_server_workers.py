@@ -80,29 +80,47 @@ def test_no_worker_outlives_its_server(number: signal.Signals, code: int) -> Non
         assert have_ended(descriptors, END_S)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--lora-cpus", str(NO_CORE)], f"--lora-cpus names core {NO_CORE}; this process may use"),
-        (["--lora-cpus", "one"], "--lora-cpus: 'one': write cores as in 1-3,6"),
-        (["--lora-cpus", "2-1"], "--lora-cpus: '2-1': the second core of a range is below the first"),
-        (["--lora-cpus", "0-99999"], "--lora-cpus: '0-99999': no machine has so many cores"),
-        (["--trace", "/nowhere/trace.json"], "--trace '/nowhere/trace.json' cannot be written"),
-    ],
-    ids=["missing core", "no number", "backwards", "too many", "missing folder"],
-)
-def test_a_wrong_core_or_trace_file_is_a_one_line_error(arguments: list[str], words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "caraserve", "serve", "--port", "0", *ASSISTED, "--log-level", "error", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 2
-    *usage, complaint = done.stderr.splitlines()
+WRONG = {
+    "missing core": (["--lora-cpus", str(NO_CORE)], f"--lora-cpus names core {NO_CORE}; this process may use"),
+    "no number": (["--lora-cpus", "one"], "--lora-cpus: 'one': write cores as in 1-3,6"),
+    "backwards": (["--lora-cpus", "2-1"], "--lora-cpus: '2-1': the second core of a range is below the first"),
+    "too many": (["--lora-cpus", "0-99999"], "--lora-cpus: '0-99999': no machine has so many cores"),
+    "missing folder": (["--trace", "/nowhere/trace.json"], "--trace '/nowhere/trace.json' cannot be written"),
+}
+# One process for all: imports take most of the time of each. A start that fails leaves nothing for the next one.
+STARTS = """
+import json, sys
+from caraserve.cli.main import main
+for line in sys.stdin:
+    try:
+        code = main(json.loads(line))
+    except SystemExit as end:
+        code = end.code
+    print(code, file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, list[str]]:
+    """Returns what each wrong start writes to standard error, and its code, as lines."""
+    serve = ["serve", "--port", "0", *ASSISTED, "--log-level", "error"]
+    lines = "\n".join(json.dumps([*serve, *arguments]) for arguments, _ in WRONG.values())
+    command = [sys.executable, "-c", STARTS]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120, check=True)
+    found: list[list[str]] = [[]]
+    for line in done.stderr.splitlines():
+        found[-1].append(line)
+        if line.isdigit():
+            found.append([])
+    return dict(zip(WRONG, found, strict=False))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_core_or_trace_file_is_a_one_line_error(name: str, refusals: dict[str, list[str]]) -> None:
+    *usage, complaint, code = refusals[name]
+    assert code == "2"
     assert usage == [] or usage[0].startswith("usage: caraserve serve")
-    assert words in complaint
+    assert WRONG[name][1] in complaint
 
 
 Event = dict[str, Any]
