@@ -5,7 +5,6 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from caraserve.errors import AdapterRejected, CaraServeError, ConfigError
 from caraserve.lora.adapter_tensors import TensorSource
@@ -23,7 +22,7 @@ from caraserve.model.safetensors_reader import TensorFileError, weight_files
 from caraserve.util.units import human_bytes
 
 _WIDTH = 10  # of the first column
-_MOST_COPIES = 5  # that are named
+_MOST_COPIES, _MOST_SCALES = 5, 5  # that are named
 
 
 def inspect(folder: Path, model: Path | None) -> Iterator[str]:
@@ -138,10 +137,16 @@ def _model(folder: Path) -> tuple[DecoderPlan, BaseTensors | None]:
 
 def _modules(layout: TensorLayout, plan: DecoderPlan) -> str:
     layers = {layer for layer, _ in layout.modules}
-    ranks: Any = sorted({module.rank for module in layout.modules.values()})
-    scales = sorted({module.scale for module in layout.modules.values()})
-    shown_scales = ", ".join(f"{scale:.6g}" for scale in scales[:_MOST_COPIES])
-    return (
-        f"{', '.join(layout.spec.targets)} in {len(layers)} of {len(plan.layers)} layers; rank "
-        f"{', '.join(map(str, ranks))}; scale {shown_scales}"
-    )
+    changes = [one.change for one in layout.vocabulary]
+    sizes = [(one.rank, one.scale) for one in layout.modules.values()]
+    sizes += [(one.rank, one.scale) for one in changes if one.rank]
+    texts = [", ".join(layout.spec.targets) + (f" in {len(layers)} of {len(plan.layers)} layers" if layers else "")]
+    if sizes:
+        texts.append(f"rank {', '.join(map(str, sorted({rank for rank, _ in sizes})))}")
+        texts.append(
+            f"scale {', '.join(f'{scale:.6g}' for scale in sorted({scale for _, scale in sizes})[:_MOST_SCALES])}"
+        )
+    texts += [f"{len(one.tokens)} rows of the {one.side}" for one in changes if one.tokens]
+    if layout.spec.invocation:
+        texts.append(f"from {len(layout.spec.invocation)} invocation tokens on")
+    return "; ".join(texts)

@@ -13,7 +13,6 @@ import numpy as np
 from caraserve.core.lora_layout import modules_of
 from caraserve.errors import AdapterRejected
 from caraserve.lora.folder_contents import TENSORS_NAME
-from caraserve.lora.kinds import MATRICES
 from caraserve.lora.peft import ImageWriter, TensorLayout
 from caraserve.lora.peft_fields import CONFIG_NAME, Fields
 from caraserve.lora.tensor_names import peft_name
@@ -23,13 +22,14 @@ _OWN = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "fan_in_fan_out"),
 )
+_WRITTEN = ("A", "B")
 _KEPT_WITH = "peft_type"  # a field of PEFT's configurations; those of other programs are not kept
 
 
 def write_adapter(layout: TensorLayout, fields: Fields, folder: Path) -> None:
     """Writes the two files of an adapter to a folder. `fields`: of its configuration. Raises AdapterRejected for one
     that is more than LoRA, or whose values cannot be used; TensorFileError, and OSError."""
-    sources = {tensor for matrix in MATRICES for tensor in layout.kind.sources[matrix]}
+    sources = {tensor for matrix in _WRITTEN for tensor in layout.kind.sources[matrix]}
     for adapted in layout.modules.values():
         if not adapted.tensors.keys() <= sources:
             raise AdapterRejected(f"{adapted.names[0]} is changed by more than A and B; only plain LoRA can be written")
@@ -46,7 +46,7 @@ def write_adapter(layout: TensorLayout, fields: Fields, folder: Path) -> None:
     with (folder / TENSORS_NAME).open("xb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         for module in sorted(layout.modules):
-            for matrix in MATRICES:
+            for matrix in _WRITTEN:
                 file.write(np.ascontiguousarray(writer.values(module, matrix)).data)
 
 

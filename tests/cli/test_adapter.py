@@ -57,6 +57,19 @@ def test_what_is_applied_and_what_is_left_out_is_said(tmp_path: Path, model: str
     assert lines[-1].endswith(f"in F32, digest {inspect_adapter(write_adapter(tmp_path / 'b'), SPEC).digest}")
 
 
+def test_changes_of_the_head_are_said(tmp_path: Path, model: str, capsys: Capture) -> None:
+    head = load_file(f"{model}/model.safetensors")["lm_head.weight"]
+    head[[3, 5]] += 1
+    fields = {"modules_to_save": ["lm_head"]}
+    folder = write_adapter(tmp_path / "a", fields, tensors_for() | {"base_model.model.lm_head.weight": head})
+    code, lines, err = run(capsys, "inspect", str(folder), "--model", model)
+    assert (code, err) == (0, "")
+    assert "applied   q_proj, lm_head in 2 of 2 layers; rank 4; scale 2; 2 rows of the head" in lines
+    code, lines, err = run(capsys, "import", str(folder), str(tmp_path / "b"), "--model", model)
+    assert (code, lines, (tmp_path / "b").exists()) == (1, [], False)
+    assert "lm_head is changed; only LoRA of layers can be written" in err
+
+
 WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "a field": ({"use_dora": True, "kasa_config": 1}, 1, "adapter_config.json: "),
     "a rank": ({"r": 5}, 1, "rank 5 on this base model needs [5, 64]"),
