@@ -7,12 +7,15 @@ Ranks are padded to a multiple of `RANK_STEP`, A's rows to `A_COLUMNS` and B's t
 add exact zeros. A group of layers is one range of bytes: loading is a copy, and CPU workers read the same layout as the
 device.
 
+Vectors are a factor and a bias of each output, fp32 `[2, out]`: y = factor · (W x + b + scale · B A x) + bias, where b
+is the base's bias. DoRA has them, and LoRA with a trained bias of B. A site's vectors follow its B.
+
 Changes of the embedding precede the bytes of layer 0 and are loaded with it; those of the head follow the bytes of the
 last layer. Of scale · B A, the embedding's A is transposed, `[vocab, padded_rank]`, so that a token is one run of
 bytes. Replaced rows are stored as an A, `[padded rows, hidden]`; the description has their tokens.
 
-All values have the adapter's own dtype, so nothing is rounded. The scale (alpha / r or alpha / sqrt(r)) is stored apart
-from the bytes, because folding it in could round.
+All other values have the adapter's own dtype, so nothing is rounded. The scale (alpha / r or alpha / sqrt(r)) is stored
+apart from the bytes, because folding it in could round.
 """
 
 import math
@@ -57,6 +60,7 @@ class SiteSpan:
     scale: float
     a_offset: int
     b_offset: int
+    vectors_offset: int | None = None  # None: the adapter has none
 
     @property
     def padded_rank(self) -> int:
@@ -104,6 +108,7 @@ class AdapterSpec:
     chunks: tuple[bytes, ...] = ()  # sha256 of each chunk of the bytes (`lora/manifest.py`)
     invocation: tuple[int, ...] = ()  # of an activated LoRA: the tokens from which on it is active
     vocabulary: tuple[VocabularySpan, ...] = ()  # changes of the embedding, then of the head
+    has_vectors: bool = False  # whether each module has a factor and a bias for every output
 
     @classmethod
     def of(
@@ -114,10 +119,12 @@ class AdapterSpec:
         digest: str = "",
         invocation: tuple[int, ...] = (),
         vocabulary: Sequence[VocabularyChange] = (),
+        *,
+        has_vectors: bool = False,
     ) -> Self:
         """Returns the description of an adapter of some modules. Without `digest`, which follows from its bytes."""
         before, start = _lay_out_side(plan, dtype, vocabulary, "embedding", 0)
-        spans, layer_ends = lay_out(plan, dtype, modules, start)
+        spans, layer_ends = lay_out(plan, dtype, modules, start, has_vectors=has_vectors)
         after, end = _lay_out_side(plan, dtype, vocabulary, "head", layer_ends[-1])
         changed = {plan.layers[layer].linears[linear].target for layer, linear in modules}
         sides = {change.side for change in vocabulary}
@@ -125,7 +132,17 @@ class AdapterSpec:
         targets += tuple(vocabulary_targets(plan)[side] for side in SIDES if side in sides)
         rank = max(1, *(rank for rank, _ in modules.values()), *(change.rank for change in vocabulary))
         ends = (*layer_ends[:-1], end)
-        return cls(digest, dtype, rank, targets, ends, spans, invocation=invocation, vocabulary=before + after)
+        return cls(
+            digest,
+            dtype,
+            rank,
+            targets,
+            ends,
+            spans,
+            invocation=invocation,
+            vocabulary=before + after,
+            has_vectors=has_vectors,
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -162,7 +179,12 @@ def modules_of(plan: DecoderPlan, targets: Collection[str], layers: int | None =
 
 
 def lay_out(
-    plan: DecoderPlan, dtype: Dtype, modules: Mapping[Module, RankAndScale], start: int = 0
+    plan: DecoderPlan,
+    dtype: Dtype,
+    modules: Mapping[Module, RankAndScale],
+    start: int = 0,
+    *,
+    has_vectors: bool = False,
 ) -> tuple[tuple[SiteSpan, ...], tuple[int, ...]]:
     """Places modules {(layer, linear): (rank, scale)} from the offset `start` on. Returns the spans, and the end of
     each layer's bytes."""
@@ -177,8 +199,11 @@ def lay_out(
                 offset += _matrix_bytes(modules[layer, linear][0], align_up(group.inputs, A_COLUMNS), dtype)
             for site in sites:
                 rank, scale = modules[layer, site.linear]
-                spans.append(SiteSpan(layer, site.index, site.linear, rank, scale, a_offsets[site.linear], offset))
-                offset += _matrix_bytes(rank, align_up(site.outputs, PANEL), dtype)
+                b_offset, offset = offset, offset + _matrix_bytes(rank, align_up(site.outputs, PANEL), dtype)
+                vectors = offset if has_vectors else None
+                offsets = a_offsets[site.linear], b_offset, vectors
+                spans.append(SiteSpan(layer, site.index, site.linear, rank, scale, *offsets))
+                offset += vectors_bytes(site.outputs) if has_vectors else 0
         ends[layer:] = [offset] * (len(ends) - layer)
     return tuple(spans), tuple(ends)
 
@@ -209,6 +234,11 @@ def _matrix_bytes(rank: int, columns: int, dtype: Dtype) -> int:
     return align_up(align_up(rank, RANK_STEP) * columns * dtype.itemsize, ALIGN_BYTES)
 
 
+def vectors_bytes(outputs: int) -> int:
+    """Returns the bytes of a site's factors and biases."""
+    return 2 * align_up(outputs, PANEL) * Dtype.F32.itemsize
+
+
 def stored_a(data: Bytes, span: SiteSpan | VocabularySpan, inputs: int, dtype: Dtype, start: int = 0) -> Array:
     """Returns A [padded rank, padded inputs] in `data`, the bytes of an image from `start` on."""
     return _stored(data, span.a_offset - start, (span.padded_rank, align_up(inputs, A_COLUMNS)), dtype)
@@ -222,6 +252,12 @@ def stored_b(data: Bytes, span: SiteSpan | VocabularySpan, outputs: int, dtype: 
 def stored_columns(data: Bytes, span: VocabularySpan, vocab: int, dtype: Dtype, start: int = 0) -> Array:
     """Returns the embedding's A, transposed [vocab, padded rank], in `data`, the bytes of an image from `start` on."""
     return _stored(data, span.a_offset - start, (vocab, span.padded_rank), dtype)
+
+
+def stored_vectors(data: Bytes, span: SiteSpan, outputs: int, start: int = 0) -> Array:
+    """Returns factors and biases, float32 [2, padded outputs], in `data`, the bytes of an image from `start` on."""
+    assert span.vectors_offset is not None
+    return _stored(data, span.vectors_offset - start, (2, align_up(outputs, PANEL)), Dtype.F32)
 
 
 def _stored(data: Bytes, offset: int, shape: tuple[int, ...], dtype: Dtype) -> Array:
@@ -241,6 +277,12 @@ def place_b(values: Array, data: Bytes, span: SiteSpan | VocabularySpan, dtype: 
     panels, whole = stored_b(data, span, outputs, dtype, start), outputs // PANEL
     panels[:whole, :rank] = values[: whole * PANEL].reshape(whole, PANEL, rank).transpose(0, 2, 1)
     panels[whole:, :rank, : outputs % PANEL] = values[whole * PANEL :].T
+
+
+def place_vectors(values: Array, data: Bytes, span: SiteSpan, start: int = 0) -> None:
+    """Copies factors and biases, `values` [2, out], into `data`, the bytes of an image from `start` on."""
+    outputs = values.shape[1]
+    stored_vectors(data, span, outputs, start)[:, :outputs] = values
 
 
 def aligned_bytes(num_bytes: int) -> Bytes:

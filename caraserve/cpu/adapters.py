@@ -150,8 +150,7 @@ class DeviceAdapters:
 
     def unbind(self, slot: int) -> None:
         """Empties `slot` and frees its image."""
-        self._entries["rank"][slot] = 0
-        self._host_entries["rank"][slot] = 0
+        self._entries[slot] = self._host_entries[slot] = 0
         self._vocabulary["rank"][slot] = 0
         self._changing.discard(slot)
         self._changed_tokens[slot] = -1
@@ -164,12 +163,13 @@ class DeviceAdapters:
             self._changing.add(slot)
             at, change = (slot, SIDES.index(span.change.side)), span.change
             place = base + span.a_offset, base + span.b_offset
-            self._vocabulary[at] = (*place, span.padded_rank, spec.dtype.value, change.scale)
+            self._vocabulary[at] = (*place, span.padded_rank, spec.dtype.value, 0, change.scale)
             self._changed_tokens[at][: len(change.tokens)] = change.tokens
 
 
 def fill_entries(entries: NDArray[np.void], spec: AdapterSpec, base: int) -> None:
     """Writes an adapter's table entries, LORA_ENTRY [layers, sites]; `base`: address of its image."""
     for span in spec.spans:
-        place = (base + span.a_offset, base + span.b_offset, span.padded_rank, spec.dtype.value, span.scale)
-        entries[span.layer, span.site] = place
+        vectors = 0 if span.vectors_offset is None else base + span.vectors_offset
+        matrices = base + span.a_offset, base + span.b_offset, span.padded_rank, spec.dtype.value
+        entries[span.layer, span.site] = *matrices, vectors, span.scale

@@ -22,14 +22,25 @@ from caraserve.core.outputs import NOT_FINITE, SAMPLE_MASKED, SCORE
 from caraserve.cpu.attention import rotate_and_append
 from caraserve.cpu.jit import compiled_separately, entry, kernel
 from caraserve.cpu.kernels import ADD, RANK_GROUP, STORE
-from caraserve.cpu.layers import activate, add_bias, add_scaled, add_vector, cap_logits, copy_vector, embed
+from caraserve.cpu.layers import (
+    activate,
+    add_bias,
+    add_scaled,
+    add_vector,
+    apply_vectors,
+    cap_logits,
+    copy_vector,
+    embed,
+    move_panels,
+)
 from caraserve.cpu.libc import sched_yield
-from caraserve.cpu.lora_workers.compute_side import DEVICE, note_workers, source_of, stamp
+from caraserve.cpu.lora_workers.compute_side import DEVICE, host_entry, note_workers, source_of, stamp
 from caraserve.cpu.sampling import all_finite, best_tokens, choose, log_sum_exp, rank_of
 from caraserve.cpu.simd import fetch_add, load_acquire, spin_pause, store_release
 from caraserve.cpu.structs import (
     ATTENTION,
     BLOCK,
+    ENTRY_VECTORS,
     LAYER,
     LORA_ENTRY,
     MLP,
@@ -140,8 +151,36 @@ def _shrink(thread, team, model, buffers, lora, batch, group, x, x_stride):  # t
 
 
 @kernel
-def _expand(thread, model, buffers, lora, batch, group, which, x, x_stride, first, end, y, y_stride):  # type: ignore[no-untyped-def]
-    """Adds `x A B` to the output panels [first, end) of a site, segment by segment."""
+def _set_aside(buffers, lora, batch, group, which, first, end, y, y_stride):  # type: ignore[no-untyped-def]
+    """Moves the residual stream at the output panels [first, end) of a site to `added`, for segments whose adapter has
+    vectors: their factors are for the module's own outputs, which are then added to zeros."""
+    for segment in range(batch.segments):
+        adapter = word(batch.segment_adapter, segment)
+        if word(device_entry(lora, adapter, group.layer, group.first_site + which), ENTRY_VECTORS) != 0:
+            at, rows = y + word(batch.segment_first, segment) * y_stride, word(batch.segment_tokens, segment)
+            move_panels(at, first, end, y_stride, rows, at - buffers.hidden + buffers.added)
+
+
+@kernel
+def _apply_vectors(buffers, lora, batch, group, which, segment, panels, first, end, y, y_stride, add):  # type: ignore[no-untyped-def]
+    """Applies the factors and biases of a segment's adapter to the output panels [first, end) of a site, and adds the
+    residual stream that was set aside."""
+    adapter, layer, site = word(batch.segment_adapter, segment), group.layer, group.first_site + which
+    entry = device_entry(lora, adapter, layer, site)
+    if word(entry, ENTRY_VECTORS) == 0:
+        return
+    if source_of(batch, layer, segment) != DEVICE:
+        entry = host_entry(lora, adapter, layer, site)
+    at = y + word(batch.segment_first, segment) * y_stride
+    residual = at - buffers.hidden + buffers.added if add == ADD else np.int64(0)
+    rows, vectors = word(batch.segment_tokens, segment), word(entry, ENTRY_VECTORS)
+    apply_vectors(vectors, PANEL * panels, first, end, at, y_stride, rows, residual)
+
+
+@kernel
+def _expand(thread, model, buffers, lora, batch, group, which, x, x_stride, panels, first, end, y, y_stride, add):  # type: ignore[no-untyped-def]
+    """Adds `x A B` to the output panels [first, end) of a site, segment by segment, and applies adapters' vectors.
+    `panels`: of the site; `add`: whether y is the residual stream."""
     layer, site, stride = group.layer, group.first_site + which, 4 * group.sites * batch.max_rank
     for segment in range(batch.segments):
         entry = device_entry(lora, word(batch.segment_adapter, segment), layer, site)
@@ -162,6 +201,7 @@ def _expand(thread, model, buffers, lora, batch, group, which, x, x_stride, firs
                 shrunk += 4 * word(entry, 2)
                 entry = padding_entry(lora, batch, segment, layer, site)
                 _call9(buffers.lora_expand, entry, shrunk, stride, rows, first, end, out, y_stride, ADD)
+        _apply_vectors(buffers, lora, batch, group, which, segment, panels, first, end, y, y_stride, add)
 
 
 # --- projections ---
@@ -198,9 +238,14 @@ def project(  # type: ignore[no-untyped-def]
         first = max(thread * panels // team - start, 0)
         end = min((thread + 1) * panels // team - start, site.panels)
         out = y + site.column
+        if batch.max_rank > 0 and add == ADD:
+            _set_aside(buffers, lora, batch, group, which, first, end, out, y_stride)
         project_panels(address, x, x_stride, batch.tokens, first, end, out, y_stride, add)
         if batch.max_rank > 0 and first < end:
-            _expand(thread, model, buffers, lora, batch, group, which, x, x_stride, first, end, out, y_stride)
+            _expand(
+                *(thread, model, buffers, lora, batch, group, which, x, x_stride),
+                *(site.panels, first, end, out, y_stride, add),
+            )
         before += site.panels
 
 

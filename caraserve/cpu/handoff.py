@@ -59,4 +59,4 @@ def block_bytes(max_slices: int) -> int:
     return SLICES + max_slices * SLICE_BYTES
 
 
-assert LORA_ENTRY.itemsize == 40, "the layout of a module is written down in words of eight bytes"
+assert LORA_ENTRY.itemsize == 48, "the layout of a module is written down in words of eight bytes"

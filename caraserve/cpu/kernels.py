@@ -20,7 +20,7 @@ from caraserve.cpu.simd import (
     load_f32,
     load_u16,
 )
-from caraserve.cpu.structs import word
+from caraserve.cpu.structs import ENTRY_SCALE, word
 from caraserve.cpu.tiles import dot_tile, gemm_tile, stack_bytes
 
 # numpy integers: for a literal, Numba would compile each callee once more.
@@ -143,7 +143,7 @@ def load_weight(address, dtype):  # type: ignore[no-untyped-def]
 def lora_shrink(entry, row, x, x_stride, rows, k, y, y_stride):  # type: ignore[no-untyped-def]
     """Computes `y[rows, 8] = scale · x[rows, k] @ A[row : row + 8, k]ᵀ` for eight rank rows of a LORA_ENTRY."""
     dtype, k_pad = word(entry, 3), (k + LANES - 1) // LANES * LANES
-    a_stride, scale = k_pad * itemsize(dtype), load_f32(entry + 32)
+    a_stride, scale = k_pad * itemsize(dtype), load_f32(entry + ENTRY_SCALE)
     a = word(entry, 0) + row * a_stride
     if dtype == DTYPE_F32:
         _dot_f32(x, x_stride, rows, a, a_stride, k_pad, y, y_stride, scale)

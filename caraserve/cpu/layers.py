@@ -81,6 +81,27 @@ def add_bias(y, y_stride, rows, bias):  # type: ignore[no-untyped-def]
             vstore(at, vadd(vload(at), vload(bias + 4 * lane)))
 
 
+@kernel
+def apply_vectors(vectors, outputs, first, end, y, y_stride, rows, residual):  # type: ignore[no-untyped-def]
+    """Computes `y = y · factor + bias` for the panels [first, end) of rows. `vectors`: address of the factors of
+    `outputs` numbers, and the biases after them. `residual`: address of what is added then, with y's stride, or 0."""
+    for lane in range(4 * PANEL * first, 4 * PANEL * end, 4 * LANES):
+        factor, bias = vload(vectors + lane), vload(vectors + 4 * outputs + lane)
+        for row in range(lane, lane + rows * y_stride, y_stride):
+            value = vfma(vload(y + row), factor, bias)
+            vstore(y + row, vadd(value, vload(residual + row)) if residual != 0 else value)
+
+
+@kernel
+def move_panels(x, first, end, stride, rows, y):  # type: ignore[no-untyped-def]
+    """Moves the panels [first, end) of rows from x to y, which have one stride, and leaves zeros in x."""
+    zero = vsplat(np.float32(0.0))
+    for row in range(rows):
+        for lane in range(row * stride + 4 * PANEL * first, row * stride + 4 * PANEL * end, 4 * LANES):
+            vstore(y + lane, vload(x + lane))
+            vstore(x + lane, zero)
+
+
 # --- norms ---
 
 

@@ -21,7 +21,7 @@ from caraserve.cpu.kernels import STORE, itemsize, load_weight
 from caraserve.cpu.linear import kernels_of
 from caraserve.cpu.linear.base import PIECE_INPUTS
 from caraserve.cpu.simd import DTYPE_BF16, DTYPE_F16, DTYPE_F32, LANES, load_f32, store_f32, vadd, vload, weight_ops
-from caraserve.cpu.structs import site_address, site_at, word
+from caraserve.cpu.structs import ENTRY_SCALE, site_address, site_at, word
 from caraserve.cpu.tiles import call_by_address
 from caraserve.cpu.weight_memory import huge_pages
 from caraserve.cpu.weights import LoadedModel
@@ -39,7 +39,7 @@ _, _store_f16 = weight_ops(DTYPE_F16)
 @kernel
 def _transpose_a(entry, k, first, rows, x):  # type: ignore[no-untyped-def]
     """Writes `x[i, j] = scale · A[j, first + i]` for i < rows."""
-    rank, dtype, scale = word(entry, 2), word(entry, 3), load_f32(entry + 32)
+    rank, dtype, scale = word(entry, 2), word(entry, 3), load_f32(entry + ENTRY_SCALE)
     size = itemsize(dtype)
     stride = (k + LANES - 1) // LANES * LANES * size
     for row in range(rank):

@@ -164,8 +164,10 @@ LORA_ENTRY = _record(
     "b",  # B, panels [output / 64, padded rank, 64]
     "rank",  # padded
     "dtype",
+    "vectors",  # → fp32 [2, outputs padded to panels]: factors, then biases; 0: there are none
     floats=("scale",),
 )
+ENTRY_VECTORS, ENTRY_SCALE = np.int64(4), np.int64(40)  # a word's index, and an offset
 # The tables of all adapters, and what hand-offs to LoRA workers use.
 LORA = _record(
     "entries",  # → LORA_ENTRY [slots, layers, most_sites], weights in the device cache

@@ -11,7 +11,7 @@ from caraserve.core.lora_layout import A_COLUMNS, MAX_RANK, MAX_ROWS, PANEL
 from caraserve.cpu.jit import kernel
 from caraserve.cpu.kernels import ADD, RANK_GROUP, itemsize, load_weight
 from caraserve.cpu.simd import load_f32, store_f32
-from caraserve.cpu.structs import LORA_ENTRY, site_at, word
+from caraserve.cpu.structs import ENTRY_SCALE, LORA_ENTRY, site_at, word
 from caraserve.cpu.tiles import call_by_address
 
 EMBEDDING, HEAD = np.int64(0), np.int64(1)
@@ -40,7 +40,7 @@ def change_embedding(model, buffers, lora, batch, token, token_id, y):  # type: 
         return
     size = itemsize(dtype)
     if word(tokens, 0) < 0:
-        at, factor = word(entry, 0) + token_id * rank * size, load_f32(entry + 32) * model.embed_scale
+        at, factor = word(entry, 0) + token_id * rank * size, load_f32(entry + ENTRY_SCALE) * model.embed_scale
         column = buffers.shrunk + 4 * MAX_RANK * token
         for row in range(rank):
             store_f32(column + 4 * row, load_weight(at + row * size, dtype) * factor)

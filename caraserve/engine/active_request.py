@@ -57,6 +57,11 @@ class ActiveRequest:
         return self.request.phase is Phase.FINISHED
 
     @property
+    def may_be_merged(self) -> bool:
+        """Whether its adapter may be merged into the base weights: these hold no factors and biases of outputs."""
+        return self.adapter is not None and self.adapter.spec is not None and not self.adapter.spec.has_vectors
+
+    @property
     def adapter_slot(self) -> int:
         """Its entry of the device's adapter table for the next token: its adapter's, or 0 for the base model."""
         if self.adapter is None or self.request.computed < self.request.base_tokens:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from caraserve.core.backend import Limits
-from caraserve.core.batch import StepResult
+from caraserve.core.batch import BASE_ADAPTER_SLOT, StepResult
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.batch_launcher import BatchLauncher, LaunchedBatch
 from caraserve.engine.merge_policy import MergePolicy
@@ -69,7 +69,8 @@ class Executor:
         if self._merging is None:
             return running, len(running), None
         able = [active for active in running if has_work(active.request, self._limits)]
-        choice = self._merging.choose([active.adapter_slot for active in able])
+        slots = [active.adapter_slot if active.may_be_merged else BASE_ADAPTER_SLOT for active in able]
+        choice = self._merging.choose(slots)
         served = [able[index] for index in choice.serve]
         return [*served, *(active for active in running if active not in served)], len(served), choice.merged
 

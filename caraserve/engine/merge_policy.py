@@ -6,7 +6,7 @@ credits per adapter so that requests which were passed over are served first in 
 each phase, by whether merging served more requests. Constants are those of the paper's published artifact.
 
 The base model has credits like any adapter, and its requests count like any others. It is never merged, so its requests
-wait while an adapter is.
+wait while an adapter is. Requests for adapters that cannot be merged count as the base model's.
 """
 
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ from caraserve.errors import AdapterRejected
 from caraserve.lora.adapter_tensors import AdapterTensors
 from caraserve.lora.base_copies import BaseCopy, base_copy
 from caraserve.lora.joined_modules import NamedModule, NamedUpdate, joined, other_names
-from caraserve.lora.kinds import MATRICES, AdapterKind
+from caraserve.lora.kinds import AdapterKind
 from caraserve.lora.peft_config import PeftConfig
 from caraserve.lora.peft_fields import refusal
 from caraserve.lora.tensor_names import is_ignored, normalised, saved_tensor
@@ -59,7 +59,10 @@ def find_tensors(
     TensorFileError."""
     found, adapters = FoundTensors(), set[str]()
     known: set[str] = set(plan.adapter_modules)
+    shared = {f"base_model.{one}": one for one in kind.shared}
     for name in file.names:
+        if name in shared:
+            continue
         match = kind.tensor_name.fullmatch(normalised(name))
         if match is not None and match["module"] not in known and len(known) == len(plan.adapter_modules):
             known |= other_names(plan).keys()
@@ -67,12 +70,15 @@ def find_tensors(
             _sort_other(name, found, file, kind, plan, base)
             continue
         tensors = found.modules.setdefault(match["module"], {})
-        if match["tensor"] in tensors:
-            raise AdapterRejected(f"tensor {name} and {tensors[match['tensor']]} are the same module's")
-        tensors[match["tensor"]] = name
+        tensor = match["tensor"] + (match.groupdict().get("suffix") or "")
+        if tensor in tensors:
+            raise AdapterRejected(f"tensor {name} and {tensors[tensor]} are the same module's")
+        tensors[tensor] = name
         adapters.add(match["adapter"])
         if len(adapters) > 1:
             raise AdapterRejected(f"tensor {name} belongs to another adapter than those before it")
+    for tensors in found.modules.values():
+        tensors |= {one: name for name, one in shared.items() if name in file.names}
     return found
 
 
@@ -132,7 +138,7 @@ def adapted_modules(
             needed = config.kind.sources["A"][0]
             first, other = tensors[needed], direct[module].tensors[needed]
             raise AdapterRejected(f"tensor {first} and {other} are the same module's")
-        _check_shapes(file, tensors, config.kind.shapes(one.rank, linear.inputs, linear.outputs), one.rank)
+        _check_shapes(file, tensors, config.kind.shapes(one.rank, linear), one.rank, config.kind.shared)
         direct[module] = one
     modules = dict(direct)
     changed = joined(updates, plan)
@@ -152,12 +158,14 @@ def _checked(
     file: AdapterTensors, name: str, tensors: Mapping[str, str], config: PeftConfig, layer: int
 ) -> AdaptedModule:
     """Returns a module of the file that has all tensors and is targeted."""
-    needed = [one for matrix in MATRICES for one in config.kind.sources[matrix]]
+    needed = [one for names in config.kind.sources.values() for one in names]
     if missing := [one for one in needed if one not in tensors]:
+        if missing[0] in config.kind.shared:
+            raise AdapterRejected(f"{file.name} has no {missing[0]}, which all modules share")
         raise AdapterRejected(f"tensor {next(iter(tensors.values()))} has no {missing[0]} beside it")
     if not config.covers(layer, name):
         raise AdapterRejected(f"tensor {tensors[needed[0]]}: adapter_config.json does not target this module")
-    return AdaptedModule((name,), tensors, config.settings.rank(name), config.settings.scale(name))
+    return AdaptedModule((name,), tensors, config.kind.rank(name), config.kind.scale(name))
 
 
 def _update(
@@ -168,15 +176,22 @@ def _update(
     if tensors.keys() != {"lora_A", "lora_B"} or config.kind.is_computed:
         raise AdapterRejected(f"{name} is joined or split otherwise in the base model; of such, only LoRA is served")
     shapes = {"lora_A": (one.rank, module.inputs), "lora_B": (module.outputs, one.rank)}
-    _check_shapes(file, tensors, shapes, one.rank)
+    _check_shapes(file, tensors, shapes, one.rank, {})
     return NamedUpdate(name, tensors["lora_A"], tensors["lora_B"], one.rank, one.scale, module)
 
 
 def _check_shapes(
-    file: AdapterTensors, tensors: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], rank: int
+    file: AdapterTensors,
+    tensors: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    rank: int,
+    shared: Mapping[str, int],
 ) -> None:
+    """`shared`: by tensor, the axis of which a module may use a part."""
     for name, expected in shapes.items():
-        if (shape := file.shape(tensors[name])) != expected:
+        shape, axis = file.shape(tensors[name]), shared.get(name)
+        fits = tuple(size if index != axis else min(size, expected[axis]) for index, size in enumerate(shape))
+        if fits != expected:
             raise AdapterRejected(
                 f"tensor {tensors[name]} has shape {list(shape)}; rank {rank} on this base model needs {list(expected)}"
             )

@@ -1,7 +1,8 @@
 """The manifest of an adapter: a description of all its bytes, whose hash is the adapter's digest. No I/O.
 
     digest = sha256(manifest),   manifest = dtype, modules with rank and scale, sha256 of each chunk of the image,
-                                            and, if there are any, invocation tokens and changes of the vocabulary
+                                            and, if there are any, invocation tokens, changes of the
+                                            vocabulary, and that modules have vectors
 
 The image is laid out as in `core/lora_layout.py`, the same on every instance. A manifest from another instance holds no
 offsets, because they follow from the modules. Chunks follow the layers, so an image can be verified chunk by chunk
@@ -82,7 +83,7 @@ def manifest_of(spec: AdapterSpec) -> bytes:
     modules = list(dict.fromkeys((*span.module, span.rank, span.scale) for span in spec.spans))
     chunks = [one.hex() for one in spec.chunks]
     changes = [(one.change.side, one.change.rank, one.change.scale, one.change.tokens) for one in spec.vocabulary]
-    more = {"invocation": spec.invocation, "vocabulary": changes}
+    more = {"invocation": spec.invocation, "vocabulary": changes, "vectors": spec.has_vectors}
     others = [kept] if (kept := {name: value for name, value in more.items() if value}) else []
     return json.dumps([_FORMAT, spec.dtype.value, modules, chunks, *others], separators=(",", ":")).encode()
 
@@ -98,10 +99,10 @@ def read_manifest(body: bytes, digest: str, plan: DecoderPlan) -> AdapterSpec:
         if written != _FORMAT:
             raise ValueError(f"format {written}")
         modules = dict(_module(value, plan) for value in listed)
-        invocation, vocabulary = _others(others, plan)
+        invocation, vocabulary, has_vectors = _others(others, plan)
         if not (modules or vocabulary) or len(modules) != len(listed):
             raise ValueError("modules")
-        spec = AdapterSpec.of(plan, Dtype(dtype), modules, digest, invocation, vocabulary)
+        spec = AdapterSpec.of(plan, Dtype(dtype), modules, digest, invocation, vocabulary, has_vectors=has_vectors)
         hashes = tuple(bytes.fromhex(one) for one in chunks)
         if len(hashes) != len(chunk_ends(spec.layer_ends)) or any(len(one) != 32 for one in hashes):
             raise ValueError("chunks")
@@ -110,21 +111,20 @@ def read_manifest(body: bytes, digest: str, plan: DecoderPlan) -> AdapterSpec:
     return replace(spec, chunks=hashes)
 
 
-def _others(written: list[Any], plan: DecoderPlan) -> tuple[tuple[int, ...], list[VocabularyChange]]:
-    """Returns the invocation tokens, and the changes of the vocabulary."""
+def _others(written: list[Any], plan: DecoderPlan) -> tuple[tuple[int, ...], list[VocabularyChange], bool]:
+    """Returns the invocation tokens, the changes of the vocabulary, and whether modules have vectors."""
     if not written:
-        return (), []
+        return (), [], False
     (others,) = written
     tokens, listed = others.get("invocation", []), others.get("vocabulary", [])
-    if ("invocation" in others and not are_invocation_tokens(tokens)) or not others.keys() <= {
-        "invocation",
-        "vocabulary",
-    }:
-        raise ValueError(f"invocation {tokens} or {list(others)}")
+    if ("invocation" in others and not are_invocation_tokens(tokens)) or others.get("vectors", True) is not True:
+        raise ValueError(f"invocation {tokens} or vectors {others.get('vectors')}")
+    if not others.keys() <= {"invocation", "vocabulary", "vectors"}:
+        raise ValueError(f"fields {list(others)}")
     changes = [_vocabulary_change(value, plan) for value in listed]
     if len({change.side for change in changes}) != len(changes):
         raise ValueError("vocabulary")
-    return tuple(tokens), changes
+    return tuple(tokens), changes, "vectors" in others
 
 
 def _vocabulary_change(value: Any, plan: DecoderPlan) -> VocabularyChange:

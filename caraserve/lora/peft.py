@@ -22,6 +22,7 @@ from caraserve.core.lora_layout import (
     aligned_bytes,
     place_a,
     place_b,
+    place_vectors,
 )
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
 from caraserve.lora.adapted_modules import AdaptedModule, adapted_modules, find_tensors
@@ -31,7 +32,7 @@ from caraserve.lora.base_copies import BaseCopy, check_copies, check_saved_modul
 from caraserve.lora.expert_tensors import refuse_experts
 from caraserve.lora.folder_contents import TENSORS_NAME as TENSORS_NAME
 from caraserve.lora.folder_contents import files_of
-from caraserve.lora.kinds import MATRICES, AdapterKind
+from caraserve.lora.kinds import MATRICES, VECTORS, AdapterKind, KindWithVectors
 from caraserve.lora.manifest import ChunkHasher, identified
 from caraserve.lora.peft_config import PeftConfig, parse_config
 from caraserve.lora.peft_fields import CONFIG_NAME
@@ -40,6 +41,7 @@ from caraserve.lora.writers import open_adapter
 from caraserve.lora.writers.stored_adapter import StoredAdapter
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.dtype import Dtype, to_float32
+from caraserve.model.linear_plan import LinearPlan
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFileError
 
@@ -60,14 +62,15 @@ class TensorLayout:
     copies: tuple[BaseCopy, ...]  # of the base model's tensors, which must be equal
     notes: tuple[str, ...]  # what is left out, for the log
     vocabulary: tuple[ChangedMatrix, ...]  # in the order of the spec's
+    base: BaseTensors | None  # None: there is none
 
 
 class ImageWriter:
-    """Writes the matrices of an adapter into its image, in any order."""
+    """Writes what an adapter's modules are made of, A, B and vectors, into its image, in any order."""
 
     def __init__(self, layout: TensorLayout) -> None:
         self._file, self._layout = layout.file, layout
-        self._largest: dict[Module, float] = {}  # values of the matrices that were written first
+        self._largest: dict[Module, dict[str, float]] = {}  # absolute values, of what was written
         self._spans: dict[Module, list[SiteSpan]] = {}
         for span in layout.spec.spans:
             self._spans.setdefault(span.module, []).append(span)
@@ -82,33 +85,42 @@ class ImageWriter:
         """Returns the adapted modules, and the changes of the embedding and the head, by layer."""
         return {layer: list(modules) for layer, modules in groupby(self.modules, lambda module: module[0])}
 
-    def end(self, module: Module, matrix: str) -> int:
-        """Returns where the last of a matrix's tensors ends in the file."""
-        if module in self._vocabulary.modules:
-            return self._file.end(self._vocabulary.source(module, matrix))
-        return max(self._file.end(tensor) for tensor in self._sources(module, matrix).values())
+    def pieces(self, module: Module) -> tuple[str, ...]:
+        """Returns what is written of a module."""
+        return MATRICES if module in self._vocabulary.modules else tuple(self._layout.kind.sources)
 
-    def write(self, module: Module, matrix: str, data: Bytes, start: int = 0) -> None:
-        """Writes one of `MATRICES` to `data`, the bytes of the image from `start` on, which must be zero. Raises
-        AdapterRejected for values that are not finite or whose results would not be, and TensorFileError."""
-        plan, dtype = self._layout.plan, self._layout.spec.dtype
+    def end(self, module: Module, piece: str) -> int:
+        """Returns where the last of a piece's tensors ends in the file."""
         if module in self._vocabulary.modules:
-            self._write_vocabulary(module, matrix, data, start)
+            return self._file.end(self._vocabulary.source(module, piece))
+        return max(self._file.end(tensor) for tensor in self._sources(module, piece).values())
+
+    def write(self, module: Module, piece: str, data: Bytes, start: int = 0) -> None:
+        """Writes one of a module's `pieces` to `data`, the bytes of the image from `start` on, which must be zero.
+        Raises AdapterRejected for values that are not finite or whose results would not be, and TensorFileError."""
+        if module in self._vocabulary.modules:
+            self._write_vocabulary(module, piece, data, start)
             return
-        spans = self._spans[module]
-        values, largest = self._values(module, matrix)
-        if (other := self._largest.pop(module, None)) is None:
-            self._largest[module] = largest
-        else:
-            self._check_product(module, largest * other)
-        if matrix == "A":
+        dtype, spans, (layer, _) = self._layout.spec.dtype, self._spans[module], module
+        values, largest = self._vectors(module) if piece == VECTORS else self._values(module, piece)
+        if (written := self._written(module, piece, largest)) is not None:
+            self._check_results(module, written)
+        if piece == "A":
             place_a(values, data, spans[0], dtype, start)
             return
-        layer, linear = module
-        parts = plan.layers[layer].linears[linear].parts
+        parts, sites = self._linear(module).parts, self._layout.plan.layers[layer].sites
         for span in spans:
-            part = parts[plan.layers[layer].sites[span.site].part]
-            place_b(values[part.index], data, span, dtype, start)
+            index = parts[sites[span.site].part].index
+            if piece == VECTORS:
+                place_vectors(values[:, index], data, span, start)
+            else:
+                place_b(values[index], data, span, dtype, start)
+
+    def _written(self, module: Module, piece: str, largest: float) -> Mapping[str, float] | None:
+        """Notes the largest value of a piece. Returns those of all pieces of the module with its last one."""
+        written = self._largest.setdefault(module, {})
+        written[piece] = largest
+        return self._largest.pop(module) if len(written) == len(self.pieces(module)) else None
 
     def values(self, module: Module, matrix: str) -> Array:
         """Returns one of `MATRICES` in the adapter's dtype: A [rank, inputs] or B [outputs, rank]. Raises as
@@ -119,39 +131,56 @@ class ImageWriter:
         dtype, vocabulary = self._layout.spec.dtype, self._vocabulary
         change, tensor = vocabulary.change(module), vocabulary.source(module, matrix)
         values, largest = _finite(self._file, tensor, dtype, vocabulary.rows(module))
-        if (other := self._largest.pop(module, None)) is None:
-            self._largest[module] = largest
-        elif change.rank:
-            first = vocabulary.source(module, "B" if matrix == "A" else "A")
-            _check_size(change.rank * vocabulary.inputs(module) * largest * other, change.scale, first, tensor)
+        written = self._written(module, matrix, largest)
+        if written is not None and change.rank:
+            a, b = (vocabulary.source(module, one) for one in MATRICES)
+            product = abs(change.scale) * change.rank * vocabulary.inputs(module) * written["A"] * written["B"]
+            _check_size(product, f"tensors {a} and {b}: with the scale {change.scale:.3g} their product")
         vocabulary.write(module, matrix, values, data, dtype, start)
 
-    def _sources(self, module: Module, matrix: str) -> dict[str, str]:
+    def _linear(self, module: Module) -> LinearPlan:
+        layer, linear = module
+        return self._layout.plan.layers[layer].linears[linear]
+
+    def _sources(self, module: Module, piece: str) -> dict[str, str]:
         tensors = self._layout.modules[module].tensors
-        return {name: tensors[name] for name in self._layout.kind.sources[matrix]}
+        return {name: tensors[name] for name in self._layout.kind.sources[piece]}
 
     def _values(self, module: Module, matrix: str) -> tuple[Array, float]:
         """Returns a matrix in the adapter's dtype, and its largest absolute value."""
         kind, dtype = self._layout.kind, self._layout.spec.dtype
         read = {name: _finite(self._file, tensor, dtype) for name, tensor in self._sources(module, matrix).items()}
-        values = kind.matrix(matrix, {name: tensor for name, (tensor, _) in read.items()})
+        values = kind.matrix(matrix, {name: tensor for name, (tensor, _) in read.items()}, self._linear(module))
         return values, _largest(values, dtype) if kind.is_computed else max(largest for _, largest in read.values())
 
-    def _check_product(self, module: Module, largest_values: float) -> None:
-        """Raises AdapterRejected for a module whose results would not be finite. `largest_values`: the product of the
-        largest value of A and that of B."""
-        kind, adapted, (layer, linear) = self._layout.kind, self._layout.modules[module], module
-        inputs = self._layout.plan.layers[layer].linears[linear].inputs
+    def _vectors(self, module: Module) -> tuple[Array, float]:
+        """Returns factors and biases, float32 [2, outputs], and the largest absolute value of these."""
+        kind, base, f32 = self._layout.kind, self._layout.base, Dtype.F32
+        assert isinstance(kind, KindWithVectors)
+        read = {name: _finite(self._file, tensor, f32)[0] for name, tensor in self._sources(module, VECTORS).items()}
+        tensors = {name: to_float32(values, f32) for name, values in read.items()}
+        linears, scale = None if base is None else base.linears, self._layout.modules[module].scale
+        with np.errstate(over="ignore"):  # `_check_results` refuses what is not finite
+            values = kind.vectors(tensors, scale, self._linear(module), linears)
+        return values, _largest(values, f32)
+
+    def _check_results(self, module: Module, largest: Mapping[str, float]) -> None:
+        """Raises AdapterRejected for a module whose results would not be finite. `largest`: absolute values, by
+        piece."""
+        kind, adapted = self._layout.kind, self._layout.modules[module]
+        product = abs(adapted.scale) * adapted.rank * self._linear(module).inputs * largest["A"] * largest["B"]
         (a, *_), (b, *_) = (kind.sources[matrix] for matrix in MATRICES)
-        _check_size(adapted.rank * inputs * largest_values, adapted.scale, adapted.tensors[a], b)
+        _check_size(product, f"tensors {adapted.tensors[a]} and {b}: with the scale {adapted.scale:.3g} their product")
+        if VECTORS in largest:
+            (vector, *_) = kind.sources[VECTORS]
+            _check_size(max(product, 1.0) * largest[VECTORS], f"tensor {adapted.tensors[vector]}: a result")
 
 
-def _check_size(largest_product: float, scale: float, a: str, b: str) -> None:
-    """Raises AdapterRejected if the product of the tensors `a` and `b` with a scale is too large."""
-    if not (largest := abs(scale) * largest_product) <= LARGEST_UPDATE:  # nor NaN
+def _check_size(largest: float, what: str) -> None:
+    """Raises AdapterRejected if the largest absolute value that something may reach is too large."""
+    if not largest <= LARGEST_UPDATE:  # nor NaN
         raise AdapterRejected(
-            f"tensors {a} and {b}: with the scale {scale:.3g} their product may reach {largest:.0e}; above "
-            f"{LARGEST_UPDATE:.0e}, what is computed with it is not finite"
+            f"{what} may reach {largest:.0e}; above {LARGEST_UPDATE:.0e}, what is computed with it is not finite"
         )
 
 
@@ -200,8 +229,8 @@ def _fill(layout: TensorLayout, room: Callable[[int, int], Bytes]) -> AdapterSpe
         data = room(start, end)
         data[:] = 0
         for module in modules.get(layer, ()):
-            for matrix in MATRICES:
-                writer.write(module, matrix, data, start)
+            for piece in writer.pieces(module):
+                writer.write(module, piece, data, start)
         hasher.update(data.data)
     return identified(layout.spec, hasher.hashes)
 
@@ -288,15 +317,17 @@ def _layout(
     vocabulary = vocabulary_of(file, found.vocabulary, differing, config, plan)
     copies = tuple(copy for copy in found.copies if copy not in whole)
     file, modules = adapted_modules(file, found, config, plan)
-    tensors = [tensor for module in modules.values() for tensor in module.tensors.values()]
+    of_matrices = {name for matrix in MATRICES for name in config.kind.sources[matrix]}
+    tensors = [module.tensors[name] for module in modules.values() for name in of_matrices]
     dtypes = {file.dtype(tensor) for tensor in (*tensors, *(name for one in vocabulary for name in one.tensors))}
     exact = dtypes.pop() if len(dtypes) == 1 else Dtype.F32  # fp32 represents all of them exactly
     dtype = Dtype.F32 if config.kind.is_computed else exact
     sizes = {place: (module.rank, module.scale) for place, module in modules.items()}
     changes = [one.change for one in vocabulary]
-    spec = AdapterSpec.of(plan, dtype, sizes, invocation=config.invocation, vocabulary=changes)
+    has_vectors = isinstance(config.kind, KindWithVectors)
+    spec = AdapterSpec.of(plan, dtype, sizes, invocation=config.invocation, vocabulary=changes, has_vectors=has_vectors)
     notes = *config.notes, *found.notes
-    return TensorLayout(plan, config.kind, modules, spec, file, copies, notes, tuple(vocabulary))
+    return TensorLayout(plan, config.kind, modules, spec, file, copies, notes, tuple(vocabulary), base)
 
 
 def _finite(file: AdapterTensors, name: str, dtype: Dtype, rows: Sequence[int] | None = None) -> tuple[Array, float]:

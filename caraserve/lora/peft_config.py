@@ -16,7 +16,7 @@ from typing import Any
 from caraserve.core.adapter_rules import MAX_INVOCATION_TOKENS, are_invocation_tokens
 from caraserve.errors import AdapterRejected
 from caraserve.lora.joined_modules import other_names
-from caraserve.lora.kinds import AdapterKind, ModuleSettings, kind_of
+from caraserve.lora.kinds import AdapterKind, kind_of
 from caraserve.lora.peft_fields import CONFIG_NAME as CONFIG_NAME
 from caraserve.lora.peft_fields import Fields, name_ends, refusal, shown
 from caraserve.lora.target_patterns import matched
@@ -52,7 +52,6 @@ class PeftConfig:
     """The fields of the configuration that decide which modules an adapter changes, and how."""
 
     kind: AdapterKind
-    settings: ModuleSettings
     targets: frozenset[str] | None  # names or dotted ends of names; None: a pattern
     excluded: frozenset[str] | None
     target_pattern: str | None  # a regular expression in place of names
@@ -116,8 +115,7 @@ def parse_config(fields: Fields, plan: DecoderPlan) -> PeftConfig:
         some = ", ".join(shown(name) for name in foreign[:_SHOWN])
         notes.append(f"{CONFIG_NAME}: target_modules has {some}, which the base model lacks")
     return PeftConfig(
-        kind=kind,
-        settings=kind.settings(fields, plan),
+        kind=kind(fields, plan),
         targets=_targets(fields.get("target_modules"), plan),
         excluded=_excluded(fields.get("exclude_modules")),
         target_pattern=_pattern(fields.get("target_modules")),
@@ -150,7 +148,7 @@ def load_fields(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _refuse_unknown(fields: Fields, kind: AdapterKind) -> None:
+def _refuse_unknown(fields: Fields, kind: type[AdapterKind]) -> None:
     known = _HARMLESS | _FOREIGN | _UNDERSTOOD | kind.fields
     for field, value in fields.items():
         if value and field in _REFUSED:
@@ -172,7 +170,7 @@ def _check_layers_pattern(value: Any, plan: DecoderPlan) -> None:
         raise refusal("layers_pattern", f"is {shown(value)}; the base model's layers are at {known}")
 
 
-def _invocation(value: Any, kind: AdapterKind) -> tuple[int, ...]:
+def _invocation(value: Any, kind: type[AdapterKind]) -> tuple[int, ...]:
     if value is None:
         return ()
     if not are_invocation_tokens(value):

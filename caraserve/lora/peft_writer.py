@@ -13,6 +13,7 @@ import numpy as np
 from caraserve.core.lora_layout import modules_of
 from caraserve.errors import AdapterRejected
 from caraserve.lora.folder_contents import TENSORS_NAME
+from caraserve.lora.kinds.lora import Lora
 from caraserve.lora.peft import ImageWriter, TensorLayout
 from caraserve.lora.peft_fields import CONFIG_NAME, Fields
 from caraserve.lora.tensor_names import peft_name
@@ -66,7 +67,8 @@ def _config(layout: TensorLayout, fields: Fields) -> dict[str, Any]:
     targets = layout.spec.targets
     has_all = set(modules_of(plan, targets)) == set(modules)
     rank, alpha = _most_common(ranks), _most_common(alphas)
-    kept = {field: value for field, value in fields.items() if field not in _OWN} if _KEPT_WITH in fields else {}
+    own = {*_OWN, *(layout.kind.fields - Lora.fields)}  # A and B are written as plain LoRA, whatever they are made of
+    kept = {field: value for field, value in fields.items() if field not in own} if _KEPT_WITH in fields else {}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

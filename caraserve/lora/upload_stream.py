@@ -7,7 +7,7 @@ checksum is right ─► complete: the last layer too          it is not ─► 
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +18,13 @@ from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.lora.adapter import Done, LayersArrived, Source, UploadSource
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
-from caraserve.lora.kinds import MATRICES
 from caraserve.lora.manifest import ChunkHasher, identified
 from caraserve.lora.peft import TENSORS_NAME, ImageWriter, TensorLayout
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
 
 
 class ArrivingImage:
-    """An image that is filled from a tensor file as that arrives, matrix by matrix: its first layers may be read while
+    """An image that is filled from a tensor file as that arrives, piece by piece: its first layers may be read while
     later ones arrive. Not thread-safe: for one thread at a time."""
 
     def __init__(self, layout: TensorLayout, into: NDArray[np.uint8]) -> None:
@@ -36,16 +35,16 @@ class ArrivingImage:
         self._into[:] = 0  # padding stays zero
         self._hasher = ChunkHasher(self._spec.layer_ends)
         self._ranges = list(pairwise((0, *self._spec.layer_ends)))
-        matrices = product(self._writer.modules, MATRICES)
-        self._pending = deque(sorted((self._writer.end(*matrix), *matrix) for matrix in matrices))
-        self._missing = Counter(layer for _, (layer, _), _ in self._pending)  # matrices of each layer
+        pieces = [(module, piece) for module in self._writer.modules for piece in self._writer.pieces(module)]
+        self._pending = deque(sorted((self._writer.end(*piece), *piece) for piece in pieces))
+        self._missing = Counter(layer for _, (layer, _), _ in self._pending)  # pieces of each layer
 
     def advance(self, num_bytes: int) -> None:
-        """Places the matrices that are complete now that the file's first `num_bytes` bytes have been written. Raises
+        """Places the pieces that are complete now that the file's first `num_bytes` bytes have been written. Raises
         AdapterRejected for a value that is not finite, and TensorFileError."""
         while self._pending and self._pending[0][0] <= num_bytes:
-            _, module, matrix = self._pending.popleft()
-            self._writer.write(module, matrix, self._into)
+            _, module, piece = self._pending.popleft()
+            self._writer.write(module, piece, self._into)
             self._missing[module[0]] -= 1
         while self.layers < len(self._ranges) and self._missing[self.layers] == 0:
             start, end = self._ranges[self.layers]

@@ -138,14 +138,14 @@ def _lora_of(
         raise AdapterRejected(f"tensor {a}: adapter_config.json does not target this module")
     if config.kind.switch is not None or config.kind.peft_type != "LORA":
         raise AdapterRejected(f"tensor {a}: only plain LoRA may change {module}")
-    rank = config.settings.rank(module)
+    rank = config.kind.rank(module)
     inputs, outputs = (plan.vocab_size, plan.hidden) if side == "embedding" else (plan.hidden, plan.vocab_size)
     for name, expected in ((a, (rank, inputs)), (b, (outputs, rank))):
         if (shape := file.shape(name)) != expected:
             raise AdapterRejected(
                 f"tensor {name} has shape {list(shape)}; rank {rank} on this base model needs {list(expected)}"
             )
-    return ChangedMatrix(VocabularyChange(side, rank, config.settings.scale(module)), module, (a, b))
+    return ChangedMatrix(VocabularyChange(side, rank, config.kind.scale(module)), module, (a, b))
 
 
 def _rows_of(

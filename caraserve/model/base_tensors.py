@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.model.base_linears import BaseLinears
 from caraserve.model.dtype import Dtype, rounded, to_float32
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFile, weight_files
@@ -20,6 +21,7 @@ class BaseTensors:
 
     def __init__(self, folder: Path, plan: DecoderPlan) -> None:
         self._folder, self._plan = folder, plan
+        self.linears = BaseLinears(folder)
         self._shapes: dict[Path, dict[str, tuple[int, ...]]] = {}  # of the files that were needed
 
     @cached_property

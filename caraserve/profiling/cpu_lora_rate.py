@@ -50,7 +50,14 @@ class LayerLora:
         at = int(adapter.data.ctypes.data)
         self._modules = np.zeros(len(spans), _MODULE)
         for module, span, (inputs, outputs) in zip(self._modules, spans, shapes, strict=True):
-            module["entry"] = (at + span.a_offset, at + span.b_offset, span.padded_rank, spec.dtype.value, span.scale)
+            module["entry"] = (
+                at + span.a_offset,
+                at + span.b_offset,
+                span.padded_rank,
+                spec.dtype.value,
+                0,
+                span.scale,
+            )
             module["inputs"], module["panels"] = inputs, ceil_div(outputs, PANEL)
         self._kept = adapter.data
         widest_x, widest_y = (align_up(max(widths), PANEL) for widths in zip(*shapes, strict=True))

@@ -183,18 +183,18 @@ def test_files_that_the_start_would_make_are_checked_and_not_left(tmp_path: Path
 
 def test_the_configuration_and_tensors_of_adapters_are_checked_as_at_the_start(tmp_path: Path) -> None:
     poet, folder = demo.adapters_folder() / "poet", tmp_path / "adapters"
-    dora = folder / "dora"
-    dora.mkdir(parents=True)
+    kasa = folder / "kasa"
+    kasa.mkdir(parents=True)
     config = json.loads((poet / "adapter_config.json").read_text())
-    (dora / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    (dora / "adapter_model.safetensors").symlink_to(poet / "adapter_model.safetensors")
+    (kasa / "adapter_config.json").write_text(json.dumps(config | {"kasa_config": {"beta": 1}}))
+    (kasa / "adapter_model.safetensors").symlink_to(poet / "adapter_model.safetensors")
     (folder / "poet").symlink_to(poet)
-    named = found("adapters", "--lora-modules", f"x={dora}")
-    assert (named.state, "use_dora" in named.found) == ("problem", True)
+    named = found("adapters", "--lora-modules", f"x={kasa}")
+    assert (named.state, "kasa_config" in named.found) == ("problem", True)
     in_folder = found("left out", "--adapters-dir", str(folder))
     assert in_folder.state == "warning"
-    assert in_folder.found.startswith("1 of 2 folders in --adapters-dir would be left out: 'dora': ")
-    assert "use_dora" in in_folder.found
+    assert in_folder.found.startswith("1 of 2 folders in --adapters-dir would be left out: 'kasa': ")
+    assert "kasa_config" in in_folder.found
 
 
 def test_a_problem_ends_with_exit_code_1_and_is_printed_as_one_line(

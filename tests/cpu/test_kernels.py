@@ -123,7 +123,7 @@ def test_shrink_is_scale_times_x_times_a(dtype: Dtype, inputs: int) -> None:
         x = rng.standard_normal((rows, inputs), np.float32)
         raw, a = stored(rng.standard_normal((16, inputs), np.float32), dtype)
         entry = np.zeros(1, LORA_ENTRY)
-        entry[0] = (raw.ctypes.data, 0, 16, dtype.value, 0.75)
+        entry[0] = (raw.ctypes.data, 0, 16, dtype.value, 0, 0.75)
         y = np.zeros((rows, 16), np.float32)
         for group in (0, 8):
             _SHRINK(entry.ctypes.data, group, x.ctypes.data, 4 * inputs, rows, inputs, y.ctypes.data + 4 * group, 64)

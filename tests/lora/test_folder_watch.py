@@ -77,11 +77,11 @@ async def test_a_folder_that_cannot_be_served_is_logged_once_and_tried_again_whe
     receiver: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("caraserve").propagate = True
-    write_adapter(receiver.root / "bad", {"use_dora": True})
+    write_adapter(receiver.root / "bad", {"kasa_config": {"beta": 1}})
     write_adapter(receiver.root / "two words")
     for _ in range(3):
         await receiver.settle()
-    assert sorted("use_dora" in record.getMessage() for record in caplog.records) == [False, True]
+    assert sorted("kasa_config" in record.getMessage() for record in caplog.records) == [False, True]
     write_adapter(receiver.root / "bad")
     await receiver.settle()
     assert receiver.names() == ["bad"]

@@ -100,6 +100,8 @@ HOSTILE: dict[str, Any] = {
     "a chunk too many": but(3, [*GOOD[3], GOOD[3][0]]),
     "a short hash": but(3, [GOOD[3][0][:-2], *GOOD[3][1:]]),
     "no hash": but(3, ["?", *GOOD[3][1:]]),
+    "vectors that are none": [*GOOD, {"vectors": False}],
+    "a field of tomorrow": [*GOOD, {"vectors": True, "more": 1}],
     "deep": json.loads("[" * 900 + "]" * 900),
 }
 

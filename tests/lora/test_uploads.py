@@ -95,7 +95,7 @@ BAD: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "no tensors": (lambda folder: entry(CONFIG_NAME, b"{}") + END, "has no adapter_model.safetensors"),
     "no config": (lambda folder: save(tensors_for()), "?config=JSON"),
     "bad metadata": (lambda folder: save(tensors_for(), {"adapter_config": "["}), "not a JSON object"),
-    "field": (changed({"use_dora": True}), "use_dora"),
+    "field": (changed({"kasa_config": {"beta": 1}}), "kasa_config"),
     "tensor": (not_finite, "layers.1.self_attn.q_proj.lora_B.weight has values that are not finite"),
     "rank": (changed({"r": 5}), "layers.0.self_attn.q_proj.lora_A.weight has shape [4, 64]"),
 }  # fmt: skip

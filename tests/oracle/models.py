@@ -154,6 +154,7 @@ def make_adapter(
     layers: Sequence[int] | None = None,
     dtype: str = "float32",
     alpha: float | None = None,
+    dora: bool = False,
     invocation: Sequence[int] | None = None,
     tokens: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
     saved: Mapping[str, Sequence[int]] | None = None,
@@ -174,6 +175,7 @@ def make_adapter(
         alpha_pattern=dict(alpha_pattern or {}),
         layers_to_transform=None if layers is None else list(layers),
         task_type="CAUSAL_LM",
+        use_dora=dora,
         modules_to_save=list(saved or ()) or None,
         trainable_token_indices=tokens,  # type: ignore[arg-type]
         alora_invocation_tokens=None if invocation is None else list(invocation),
@@ -224,6 +226,8 @@ def _randomise_lora(layer: Any, generator: torch.Generator, dtype: torch.dtype) 
     b_std = 0.8 / (layer.scaling["default"] * math.sqrt(rank))
     a.data = (torch.randn(a.shape, generator=generator) / math.sqrt(in_features)).to(dtype)
     b.data = (torch.randn(b.shape, generator=generator) * b_std).to(dtype)
+    for magnitude in layer.lora_magnitude_vector.values():
+        magnitude.weight.data *= 1 + 0.1 * torch.randn(magnitude.weight.shape, generator=generator)
 
 
 def save_tokenizer(folder: Path, with_bos: bool) -> None:

@@ -12,6 +12,7 @@ KINDS: Kinds = {
     "r64": {"rank": 64, "targets": ALL_TARGETS, "dtype": "bfloat16"},
     "half": {"rank": 24, "targets": ALL_TARGETS, "dtype": "float16"},
     "mlp": {"rank": 5, "targets": ("gate_proj", "up_proj", "down_proj"), "layers": [1]},
+    "dora": {"rank": 8, "targets": ("q_proj", "o_proj", "gate_proj", "down_proj"), "dora": True},
     "mixed": {"rank": 4, "targets": ("k_proj", "o_proj", "down_proj"), "rank_pattern": {"o_proj": 40}},
 }
 

@@ -21,10 +21,17 @@ CONTEXT = 128  # tokens of the longest request
 
 
 class Executor:
-    """One model. `deltas`: what adapters add to modules' weights, [outputs, inputs] by module name."""
+    """One model. `deltas`: what adapters add to modules' weights, [outputs, inputs] by module name; `biases`: to their
+    outputs."""
 
-    def __init__(self, plan: DecoderPlan, read: TensorReader, deltas: Mapping[str, Floats] | None = None) -> None:
-        self._plan, self._read, self._deltas = plan, read, deltas or {}
+    def __init__(
+        self,
+        plan: DecoderPlan,
+        read: TensorReader,
+        deltas: Mapping[str, Floats] | None = None,
+        biases: Mapping[str, Floats] | None = None,
+    ) -> None:
+        self._plan, self._read, self._deltas, self._biases = plan, read, deltas or {}, biases or {}
 
     def logits(self, tokens: list[int]) -> Floats:
         """Returns the logits after each token, [tokens, vocabulary]."""
@@ -142,7 +149,7 @@ class Executor:
         shape = (linear.inputs, linear.outputs) if linear.transposed else (linear.outputs, linear.inputs)
         weight = self._matrix(linear.format, f"{linear.module}.weight", shape)
         weight = (weight.T if linear.transposed else weight) + self._deltas.get(linear.module, 0.0)
-        outputs = rows @ weight.T
+        outputs = rows @ weight.T + self._biases.get(linear.module, 0.0)
         return outputs + self._tensor(f"{linear.module}.bias", (linear.outputs,)) if linear.bias else outputs
 
     def _norm(self, norm: Norm | None, x: Floats) -> Floats:

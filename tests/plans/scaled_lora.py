@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from caraserve.core.lora_layout import Array
 from caraserve.lora import kinds
 from caraserve.lora.kinds.lora import Lora
+from caraserve.model.linear_plan import LinearPlan
 
 
 class ScaledLora(Lora):
@@ -21,17 +22,19 @@ class ScaledLora(Lora):
     sources: Mapping[str, tuple[str, ...]] = {"A": ("lora_A",), "B": ("lora_B", "lora_scale")}
     is_computed = True
 
-    def shapes(self, rank: int, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:
-        return {**super().shapes(rank, inputs, outputs), "lora_scale": (outputs,)}
+    def shapes(self, rank: int, linear: LinearPlan) -> Mapping[str, tuple[int, ...]]:
+        return {**super().shapes(rank, linear), "lora_scale": (linear.outputs,)}
 
-    def matrix(self, name: str, tensors: Mapping[str, Array]) -> Array:
+    def matrix(self, name: str, tensors: Mapping[str, Array], linear: LinearPlan) -> Array:
         if name == "A":
             return tensors["lora_A"]
         matrix: NDArray[np.float32] = tensors["lora_B"] * tensors["lora_scale"][:, None]
         return matrix
 
-    def update(self, tensors: Mapping[str, NDArray[np.float64]], scale: float) -> NDArray[np.float64]:
-        return tensors["lora_scale"][:, None] * super().update(tensors, scale)
+    @staticmethod
+    def update(tensors: Mapping[str, NDArray[np.float64]], scale: float) -> NDArray[np.float64]:
+        """Returns what is added to a module's weight, [outputs, inputs]: the reference."""
+        return scale * tensors["lora_scale"][:, None] * tensors["lora_B"] @ tensors["lora_A"]
 
 
-kinds.register(ScaledLora())
+kinds.register(ScaledLora)

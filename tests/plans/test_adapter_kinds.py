@@ -59,7 +59,7 @@ def test_the_image_computes_what_the_kinds_reference_says(tmp_path: Path) -> Non
         exact = {half: tensors[name].astype(np.float64) for half, name in names.items()}
         a, b = matrices(adapter, span, SPEC)
         delta = span.scale * b[:, : linear.outputs].T @ a[:, : linear.inputs]
-        np.testing.assert_allclose(delta, ScaledLora().update(exact, 6 / RANK), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(delta, ScaledLora.update(exact, 6 / RANK), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("plan", [SPEC, fused_plan("rotated in pairs", "alternating")], ids=["split", "fused"])
@@ -118,10 +118,10 @@ def test_tensors_of_another_kind_are_checked_as_those_of_lora(
 
 
 def test_a_kinds_field_is_refused_by_other_kinds(tmp_path: Path) -> None:
-    with pytest.raises(AdapterRejected, match="use_dora is True; adapters that use it are not supported"):
+    with pytest.raises(AdapterRejected, match="use_output_scales is True; adapters that use it are not supported"):
         inspect_adapter(write_adapter(tmp_path, SCALED | {"use_dora": True}, scaled_tensors()), SPEC)
 
 
 def test_a_kind_is_registered_once() -> None:
     with pytest.raises(ValueError, match="registered already"):
-        kinds.register(ScaledLora())
+        kinds.register(ScaledLora)

@@ -44,9 +44,12 @@ def torch_for_triton() -> Iterator[None]:
 
 
 def expected(
-    plan: DecoderPlan, deltas: Mapping[str, NDArray[np.float64]] | None = None, tensors: Tensors | None = None
+    plan: DecoderPlan,
+    deltas: Mapping[str, NDArray[np.float64]] | None = None,
+    tensors: Tensors | None = None,
+    biases: Mapping[str, NDArray[np.float64]] | None = None,
 ) -> NDArray[np.float64]:
-    logits = Executor(plan, tensors or Tensors(), deltas).logits(TOKENS)[:-1]
+    logits = Executor(plan, tensors or Tensors(), deltas, biases).logits(TOKENS)[:-1]
     top = logits.max(1, keepdims=True)
     return logits - top - np.log(np.exp(logits - top).sum(1, keepdims=True))
 
@@ -217,7 +220,7 @@ def test_a_kind_of_adapter_from_outside_the_package_computes_what_its_reference_
         own["lora_A"], own["lora_B"] = own["lora_A"] / 8, own["lora_B"] / 8
         own["lora_scale"] = rng.standard_normal(len(own["lora_B"])).astype(np.float32)
         rank = len(own["lora_A"])
-        deltas[module] = ScaledLora().update({key: each.astype(np.float64) for key, each in own.items()}, 6 / rank)
+        deltas[module] = ScaledLora.update({key: each.astype(np.float64) for key, each in own.items()}, 6 / rank)
         prefix = f"base_model.model.{module}"
         tensors |= {f"{prefix}.{key}{'' if key == 'lora_scale' else '.weight'}": each for key, each in own.items()}
     ranks = {"gate_up_proj": 9} if "gate_up_proj" in plan.targets else {}
