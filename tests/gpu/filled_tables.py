@@ -14,7 +14,7 @@ from caraserve.model.plan import DecoderPlan
 def write_column(tables: AdapterTables, plan: DecoderPlan, slot: int, spec: AdapterSpec, base: int) -> None:
     """Writes a slot's column. `base`: address of the adapter's bytes."""
     made = column(spec, plan, base)
-    for name in ("a", "b", "rank", "scale"):
+    for name in ("a", "b", "vectors", "rank", "scale"):
         table = getattr(tables, name)
         table[:, :, slot] = torch.from_numpy(getattr(made, name)).to(table.device)
     tables.dtype[slot] = int(made.dtype[0])

@@ -73,6 +73,7 @@ class HandOff:
         self.number, self.generation = 0, 0
         self.x_stride = align_up(INPUTS, A_COLUMNS)
         self.host_x, self.wide_x = (self.region.carve(4 * TOKENS * self.x_stride) for _ in range(2))
+        self.vectors: list[NDArray[np.float32]] = []  # [2, outputs] of each projection; some have them
         self.modules, self.products = self._adapter()
         self.delta_columns, self.delta_stride = work_orders.delta_columns(widths)
         self.deltas = [self.region.carve(4 * TOKENS * self.delta_stride) for _ in range(workers)]
@@ -95,7 +96,11 @@ class HandOff:
                 room = self.region.carve(max(data.nbytes, 1))
                 room[: data.nbytes] = data
                 places.append(self.region.offset(address(room)))
-            entries[0, index] = (*places, rank, Dtype.BF16.value, scale)
+            vectors = self.region.carve(8 * align_up(outputs, PANEL)).view(np.float32).reshape(2, -1)
+            vectors[:] = rng.uniform(-1, 1, vectors.shape) if index % 3 == 2 else [[1.0], [0.0]]
+            has_vectors = self.region.offset(address(vectors)) if index % 3 == 2 else 0
+            self.vectors.append(vectors[:, :outputs])
+            entries[0, index] = (*places, rank, Dtype.BF16.value, has_vectors, scale)
             products.append(scale * a.T[:INPUTS] @ np.concatenate(list(b), axis=1)[:, :outputs])
         return work_orders.HostModules(entries, self.widths), products
 
@@ -156,8 +161,10 @@ class HandOff:
     def expected(self) -> Matrix:
         """Returns y with the LoRA of the present x, in fp64."""
         y, x = self.exact(self.before), self.exact(self.x[:, :INPUTS])
-        for column, outputs, product in zip(self.y_columns, self.widths, self.products, strict=True):
-            y[:, column : column + outputs] += x @ product
+        modules = zip(self.y_columns, self.widths, self.products, self.vectors, self.modules.entries[0], strict=True)
+        for column, outputs, product, (factor, bias), entry in modules:
+            if entry["rank"]:
+                y[:, column : column + outputs] = (y[:, column : column + outputs] + x @ product) * factor + bias
         return y
 
     def exact(self, values: NDArray[np.generic]) -> Matrix:

@@ -29,6 +29,7 @@ from caraserve.gpu.memory.host_memory import SYNC_SLOTS
 from caraserve.gpu.memory.pool import DevicePool
 from caraserve.loop import Engine
 from caraserve.lora.peft import inspect_adapter, read_adapter
+from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.dtype import Dtype
 from caraserve.model.families import load_plan
 from tests.gpu.host_device import host_device
@@ -175,9 +176,10 @@ def alone(
 def host_tier(host: Host, folders: Mapping[str, Path], model: Path) -> dict[str, HostAdapter]:
     """Puts adapters into the backend's host memory, one after another."""
     plan, at, found = load_plan(model), 0, {}
+    base = BaseTensors(model, plan)
     for name, folder in folders.items():
-        num_bytes = inspect_adapter(folder, plan).num_bytes
-        found[name] = read_adapter(folder, plan, host.backend.host_memory[at : at + num_bytes])
+        num_bytes = inspect_adapter(folder, plan, base).num_bytes
+        found[name] = read_adapter(folder, plan, host.backend.host_memory[at : at + num_bytes], base)
         at += -(-num_bytes // 4096) * 4096
     return found
 

@@ -31,8 +31,8 @@ def address(array: NDArray[np.generic]) -> int:
 @dataclass(slots=True)
 class LoraCase:
     """A case. `ranks`: [projections][slots], slot 0 is the base model; `padded_to`: rank at which every slot is stored,
-    or 0; `most_rank`: that a batch computes, stored rank rows beyond it are NaN; `step`: a projection's first column is
-    the next multiple of it."""
+    or 0; `with_vectors`: slots whose adapters have some; `most_rank`: that a batch computes, stored rank rows beyond it
+    are NaN; `step`: a projection's first column is the next multiple of it."""
 
     inputs: int
     outputs: tuple[int, ...]
@@ -40,17 +40,19 @@ class LoraCase:
     dtypes: list[Dtype]
     activation: Dtype = Dtype.F32
     padded_to: int = 0
+    with_vectors: frozenset[int] = frozenset()
     most_rank: int = MAX_RANK
     step: int = 4
     seed: int = 0
     products: dict[tuple[int, int], NDArray[np.float64]] = field(default_factory=dict)
+    vectors: dict[tuple[int, int], NDArray[np.float32]] = field(default_factory=dict)  # [2, outputs]
     _kept: list[NDArray[np.generic]] = field(default_factory=list)
     _weights: dict[str, NDArray[np.generic]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
         projections, slots = len(self.outputs), len(self.dtypes)
-        a, b = (np.zeros((projections, slots), np.uint64) for _ in "ab")
+        a, b, vectors = (np.zeros((projections, slots), np.uint64) for _ in range(3))
         rank = np.zeros((projections, slots), np.int32)
         scale = rng.uniform(0.5, 2, (projections, slots)).astype(np.float32)
         for projection, columns in enumerate(self.outputs):
@@ -70,8 +72,13 @@ class LoraCase:
                 a[projection, slot], b[projection, slot] = address(a_data), address(b_data)
                 product = a_value[:real].T @ b_value.swapaxes(0, 1).reshape(rows, -1)[:real]
                 self.products[projection, slot] = scale[projection, slot] * product[: self.inputs, :columns]
+                if slot in self.with_vectors:
+                    pair = aligned_bytes(8 * align_up(columns, PANEL)).view(np.float32).reshape(2, -1)
+                    pair[:] = rng.standard_normal(pair.shape)
+                    self._kept.append(pair)
+                    vectors[projection, slot], self.vectors[projection, slot] = address(pair), pair[:, :columns]
         codes = np.array([dtype.value for dtype in self.dtypes], np.int32)
-        self._weights = {"a": a, "b": b, "rank": rank, "scale": scale, "dtype": codes}
+        self._weights = {"a": a, "b": b, "rank": rank, "scale": scale, "dtype": codes, "vectors": vectors}
 
     def tables(self) -> cuda_launch.WeightTables:
         names = {name: address(array) for name, array in self._weights.items()}
@@ -102,7 +109,9 @@ class LoraCase:
         x_exact, at = self._float(x_rows[:, : self.inputs]), np.cumsum([0, *self.outputs])
         for (projection, slot), product in self.products.items():
             mine = [row for row, of in enumerate(row_slots) if of == slot]
-            expected[mine, at[projection] : at[projection + 1]] += x_exact[mine] @ product
+            factor, bias = self.vectors.get((projection, slot), (1.0, 0.0))
+            columns = slice(at[projection], at[projection + 1])
+            expected[mine, columns] = (expected[mine, columns] + x_exact[mine] @ product) * factor + bias
 
         slots, ranks = np.array(row_slots, np.int32), np.minimum(self._weights["rank"], self.most_rank)
         adapters = [

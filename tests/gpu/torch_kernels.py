@@ -112,7 +112,11 @@ def lora_expand(
             if rank:
                 address, dtype = int(tables.b[projection, slot]), Dtype(int(tables.dtype[slot]))
                 delta = shrunk[rows, projection, :rank] @ _panels(address, width, rank, dtype)
-                y[rows, column : column + width] += float(tables.scale[projection, slot]) * delta
+                out = y[rows, column : column + width] + float(tables.scale[projection, slot]) * delta
+                if vectors := int(tables.vectors[projection, slot]):
+                    factor, bias = _at(vectors, (2, align_up(width, PANEL)), Dtype.F32)[:, :width]
+                    out = out * factor + bias
+                y[rows, column : column + width] = out.to(y.dtype)
 
 
 def change_embeddings(

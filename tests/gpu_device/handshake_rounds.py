@@ -127,7 +127,7 @@ def _work_orders(bench: HandshakeBench, rounds: int, arrived: int) -> NDArray[np
     entries = np.zeros((1, len(_QKV)), LORA_ENTRY)
     for site in range(len(_QKV)):
         a, b = image + spans[site].a_offset, image + spans[site].b_offset
-        entries[0, site] = a, b, _RANK, bench.adapter.spec.dtype.value, spans[site].scale
+        entries[0, site] = a, b, _RANK, bench.adapter.spec.dtype.value, 0, spans[site].scale
     modules, offset_of = work_orders.HostModules(entries, (_SHAPE.hidden,) * len(_QKV)), bench.region.offset
     deltas = offset_of(int(bench.deltas.ctypes.data))
     task = work_orders.WorkerTask(0, bench.on_device(bench.blocks), 0, _ROWS, deltas)

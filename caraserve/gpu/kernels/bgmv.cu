@@ -1,4 +1,5 @@
-// LoRA of decode: y += scale · (x Aᵀ) B for rows of many adapters, each at its own rank. See bgmv_work.py for the items.
+// LoRA of decode: y += scale · (x Aᵀ) B for rows of many adapters, each at its own rank, and y · factor + bias for
+// adapters with vectors. See bgmv_work.py for the items.
 //
 // Two launches serve all projections that read the same x. A grid of any size walks a list of items of equal bytes; the
 // list, its length and the tables of weights are read on the device, so that one captured graph serves any batch.
@@ -152,7 +153,8 @@ struct Target {
     int column;
     int outputs;
     float scale;
-    int vectors; // not 0: four columns are written at once, see `Projections` in cuda_launch.py
+    const float* vectors; // factors of the outputs, padded to panels, then biases; null: the adapter has none
+    int fours; // not 0: four columns are written at once, see `Projections` in cuda_launch.py
 };
 
 // Computes a run of columns at the first `rank` of `stored` ranks. A thread reads one vector of eight rank rows; groups
@@ -218,13 +220,17 @@ DEVICE void expand_item(const Item& item, const Group& group_rows, const int* ro
             }
             const int left = target.outputs - from - column;
             if (left <= 0) break; // the rest of a panel; B is zero up to the next four
-            if (target.vectors)
+            if (target.fours)
                 load_four(row + column, v);
             else
                 load_few(row + column, left, v);
 #pragma unroll
             for (int i = 0; i < 4; i++) v[i] = fmaf(target.scale, total[i], v[i]);
-            if (target.vectors)
+            if (target.vectors != nullptr) {
+                const float* factors = target.vectors + from + column;
+                apply_vectors(factors, factors + (target.outputs + PANEL - 1) / PANEL * PANEL, v);
+            }
+            if (target.fours)
                 store_four(row + column, v);
             else
                 store_few(row + column, left, v);
@@ -232,11 +238,11 @@ DEVICE void expand_item(const Item& item, const Group& group_rows, const int* ro
     }
 }
 
-// y[row, columns of the projection] += scale · (Σ planes of part) B
+// y[row, columns of the projection] += scale · (Σ planes of part) B, then y = y · factor + bias if there are vectors
 KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
-    const u64* b_table, const int* rank_table, const int* dtype_table, const float* scale_table, int slots,
-    const Item* items, const int* item_count, const Group* groups, const float* part, int part_rows, int projections,
-    int max_rank, activation* y, int y_stride, int vectors, int column0, int column1, int column2, int column3,
+    const u64* b_table, const int* rank_table, const int* dtype_table, const float* scale_table,
+    const u64* vectors_table, int slots, const Item* items, const int* item_count, const Group* groups,
+    const float* part, int part_rows, int projections, int max_rank, activation* y, int y_stride, int fours, int column0, int column1, int column2, int column3,
     int column4, int column5, int outputs0, int outputs1, int outputs2, int outputs3, int outputs4, int outputs5) {
     __shared__ __align__(16) float shrunk[ROWS * MAX_RANK];
     __shared__ __align__(16) float sums[THREADS * 8];
@@ -250,7 +256,8 @@ KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
         const u8* b = (const u8*)tables.address[projection * slots + item.slot];
         const Target target = {choose(projection, column0, column1, column2, column3, column4, column5),
                                choose(projection, outputs0, outputs1, outputs2, outputs3, outputs4, outputs5),
-                               scale_table[projection * slots + item.slot], vectors};
+                               scale_table[projection * slots + item.slot],
+                               (const float*)vectors_table[projection * slots + item.slot], fours};
         const int part_stride = projections * max_rank, *row_numbers = groups[item.place >> 8].row;
         const float* from = part + projection * max_rank;
         const i64 plane = (i64)part_rows * part_stride;

@@ -115,6 +115,12 @@ DEVICE int choose(int p, int v0, int v1, int v2, int v3, int v4, int v5) {
 
 DEVICE float from_bfloat(u32 bits) { return __uint_as_float(bits << 16); }
 
+// Applies the factors and biases of four outputs.
+DEVICE void apply_vectors(const float* factors, const float* biases, float (&v)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = fmaf(factors[i], v[i], biases[i]);
+}
+
 // PER_LOAD: how many numbers of a type come with one 16-byte load.
 template <int DTYPE> struct Stored;
 

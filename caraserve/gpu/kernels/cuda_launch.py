@@ -60,6 +60,7 @@ class WeightTables:
     rank: int  # int32
     scale: int  # fp32
     dtype: int  # int32 [slots]
+    vectors: int  # u64 addresses, 0: the adapter has none
     slots: int
 
 
@@ -103,8 +104,8 @@ def shrink(grid: int, tables: WeightTables, items: WorkList, x: ActivationRows, 
 def expand(
     grid: int, tables: WeightTables, items: WorkList, part: ShrinkBuffer, y: ActivationRows, projections: Projections
 ) -> Launch:
-    """Returns the launch that computes y += scale · part B. It must follow shrink's at once."""
-    table = pointers(tables.b, tables.rank, tables.dtype, tables.scale)
+    """Returns the launch that computes y += scale · part B, and applies vectors. It must follow shrink's at once."""
+    table = pointers(tables.b, tables.rank, tables.dtype, tables.scale, tables.vectors)
     arguments = (*table, *ints(tables.slots), *pointers(items.address, items.count, items.groups, part.address))
     sizes = ints(part.rows, part.projections, part.max_rank)
     target = *pointers(y.address), *ints(y.stride, projections.are_vectors(y)), *_places(projections)
@@ -136,8 +137,8 @@ def add(
     delta_stride: int,
     delta_columns: tuple[int, ...],
 ) -> Launch:
-    """Returns the launch that computes y += deltas, if workers computed them. `delta_columns`: first column of each
-    projection in a row of deltas."""
+    """Returns the launch that computes y += deltas and applies the adapter's vectors, if workers computed the deltas.
+    `delta_columns`: first column of each projection in a row of deltas."""
     sizes = ints(y.stride, delta_stride, len(projections.outputs), projections.are_vectors(y))
     arguments = (*pointers(order, outcome, y.address), *sizes, *_places(projections), *_of_sites(delta_columns))
     return Launch("handoff", "handoff_add", grid, BYTES_THREADS, arguments)

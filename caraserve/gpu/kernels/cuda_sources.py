@@ -67,7 +67,17 @@ def units(activation: Dtype, arch: str) -> list[Unit]:
 
 def definitions(activation: Dtype) -> Mapping[str, int]:
     """Returns the constants that the kernels share with Python, by macro name."""
-    words = ("REQUEST", "DONE", "INCARNATION", "COUNT", "SLICES", "SLICE_BYTES", "COUNTER_LEFT", "COUNTER_VALUE")
+    words = (
+        "REQUEST",
+        "DONE",
+        "INCARNATION",
+        "COUNT",
+        "SLICES",
+        "SLICE_BYTES",
+        "COUNTER_LEFT",
+        "COUNTER_VALUE",
+        "MOST_SITES",
+    )
     return {
         "ACTIVATION": activation.value,
         **{name: getattr(handoff, name) for name in words},

@@ -47,7 +47,7 @@ struct WorkOrder {
     u64 y_flag;           // completion counter: set to the generation by the last worker, or here if no worker is asked
                           // (0: not used)
     u64 x;                // rows of x for the workers, in host memory
-    i64 spare;
+    u64 vectors[MOST_SITES]; // factors and biases of each projection, in host memory; 0: the adapter has none
     WorkerTask task[1];
 };
 
@@ -166,10 +166,10 @@ KERNEL __launch_bounds__(32) handoff_wait(const WorkOrder* order, int* outcome, 
     }
 }
 
-// y += deltas, if the workers computed them. Widths and columns count numbers. `vectors`: not 0: four columns of y are
-// written at once.
+// y += deltas, then y · factor + bias if there are vectors; nothing unless the workers computed the deltas. Widths and
+// columns count numbers. `fours`: not 0: four columns of y are written at once.
 KERNEL __launch_bounds__(256) handoff_add(const WorkOrder* order, const int* outcome, activation* y, int y_stride,
-                                          int delta_stride, int projections, int vectors, int column0, int column1,
+                                          int delta_stride, int projections, int fours, int column0, int column1,
                                           int column2, int column3, int column4, int column5, int outputs0,
                                           int outputs1, int outputs2, int outputs3, int outputs4, int outputs5,
                                           int delta0, int delta1, int delta2, int delta3, int delta4, int delta5) {
@@ -185,6 +185,8 @@ KERNEL __launch_bounds__(256) handoff_add(const WorkOrder* order, const int* out
                 const int outputs = choose(p, outputs0, outputs1, outputs2, outputs3, outputs4, outputs5);
                 const activation* from = deltas + choose(p, delta0, delta1, delta2, delta3, delta4, delta5);
                 activation* at = y + row * y_stride + choose(p, column0, column1, column2, column3, column4, column5);
+                const float* factors = (const float*)order->vectors[p];
+                const float* biases = factors + (outputs + 63) / 64 * 64;
                 constexpr int step = Activation::PER_LOAD;
                 for (int column = threadIdx.x * step; column < outputs; column += blockDim.x * step) {
                     float delta[step], v[4];
@@ -193,13 +195,19 @@ KERNEL __launch_bounds__(256) handoff_add(const WorkOrder* order, const int* out
                     for (int four = 0; four < step; four += 4) {
                         const int left = outputs - column - four;
                         if (left <= 0) break; // the next projection's columns
-                        if (vectors)
+                        if (fours)
                             load_four(at + column + four, v);
                         else
                             load_few(at + column + four, left, v);
 #pragma unroll
                         for (int i = 0; i < 4; i++) v[i] += delta[four + i];
-                        if (vectors)
+                        if (factors != nullptr) {
+                            float factor[4], bias[4];
+                            Stored<0>::unpack(load_from_host(factors + column + four), factor);
+                            Stored<0>::unpack(load_from_host(biases + column + four), bias);
+                            apply_vectors(factor, bias, v);
+                        }
+                        if (fours)
                             store_four(at + column + four, v);
                         else
                             store_few(at + column + four, left, v);

@@ -3,9 +3,9 @@ one adapter.
 
 A segment is up to `SEGMENT_ROWS` tokens of one adapter, anywhere in the batch; the host cuts the segments. Three
 launches serve all projections that read the same input: shrink computes x Aᵀ in planes of K, fold adds the planes and
-rounds the sums to the activations' dtype, expand adds `scale · shrunk B`. They read weights' addresses, ranks and
-scales from device tables and stop at a slot's own rank, so one captured graph serves any mix of adapters, and a small
-rank costs no more in a batch with a large one.
+rounds the sums to the activations' dtype, expand adds `scale · shrunk B` and applies adapters' vectors. They read
+weights' addresses, ranks and scales from device tables and stop at a slot's own rank, so one captured graph serves any
+mix of adapters, and a small rank costs no more in a batch with a large one.
 
 Parts of one module are projections that share A, by which shrink multiplies for each of them: six products for a fused
 q, k and v, where four would do.
@@ -62,6 +62,7 @@ class SiteTables:
     rank: Tensor  # int32 [projections, slots] 0: not adapted
     scale: Tensor  # float32 [projections, slots]
     dtype: Tensor  # int32 [slots] value of the adapter's `Dtype`
+    vectors: Tensor  # int64 [projections, slots] addresses, 0: the adapter has none
     gate: Tensor | None = None  # int32 [1], the outcome of a hand-off: not 0: nothing is computed here
 
 
@@ -205,13 +206,13 @@ def _choose(projection, v0, v1, v2, v3, v4, v5):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def expand_kernel(  # type: ignore[no-untyped-def]
-    y, shrunk, order, segment_first, segment_rows, segment_slot, b_table, rank_table, scale_table, dtype_table, gate,
-    y_stride, column0, column1, column2, column3, column4, column5,
+    y, shrunk, order, segment_first, segment_rows, segment_slot, b_table, rank_table, scale_table, dtype_table,
+    vectors_table, gate, y_stride, column0, column1, column2, column3, column4, column5,
     width0, width1, width2, width3, width4, width5, slots,
     PROJECTIONS: tl.constexpr, RANKS: tl.constexpr, HAS_GATE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """One program adds a segment's result to a tile of columns of one projection."""
+    """One program adds a segment's result to a tile of columns of one projection, and applies its adapter's vectors."""
     segment, first, projection = tl.program_id(0), tl.program_id(1) * BN, tl.program_id(2)
     width = _choose(projection, width0, width1, width2, width3, width4, width5)
     before = _choose(projection, column0, column1, column2, column3, column4, column5)
@@ -235,6 +236,12 @@ def expand_kernel(  # type: ignore[no-untyped-def]
         else:
             total = _expand_tile(at, is_row, address, rank, first, width, tl.float16, BM, BN, BR)
         result = base.to(tl.float32) + total * tl.load(scale_table + entry)
+        vectors = tl.load(vectors_table + entry)
+        if vectors != 0:
+            factor_at = vectors.to(tl.pointer_type(tl.float32)) + column
+            factor = tl.load(factor_at, mask=column < width, other=0.0)
+            bias = tl.load(factor_at + tl.cdiv(width, _PANEL) * _PANEL, mask=column < width, other=0.0)
+            result = result * factor[None, :] + bias[None, :]
         tl.store(to, result.to(y.dtype.element_ty), mask=inside)
 
 
@@ -247,9 +254,10 @@ def shrink_shape(dtype: torch.dtype, max_rank: int) -> dict[str, int]:
 
 
 def expand_shape(dtype: torch.dtype) -> dict[str, int]:
-    """Returns tile sizes and launch options of the expand: all rank rows of most adapters are on their way at once."""
+    """Returns tile sizes and launch options of the expand: all rank rows of most adapters are on their way at once, in
+    fp32 as many as fit in registers."""
     if dtype is torch.float32:
-        return {"BM": SEGMENT_ROWS, "BN": PANEL, "BR": 32, "num_warps": 8, "num_stages": 2}
+        return {"BM": SEGMENT_ROWS, "BN": PANEL, "BR": 16, "num_warps": 8, "num_stages": 2}
     return {"BM": SEGMENT_ROWS, "BN": 2 * PANEL, "BR": 32, "num_warps": 8, "num_stages": 3}
 
 
@@ -280,8 +288,8 @@ def lora_expand(
     columns: tuple[int, ...],
     outputs: tuple[int, ...],
 ) -> None:
-    """Adds the adapters' result to y: [tokens, …]. Projection p has `outputs[p]` columns, from column `columns[p]`
-    on."""
+    """Adds the adapters' result to y, [tokens, …], and applies their vectors. Projection p has `outputs[p]` columns,
+    from column `columns[p]` on."""
     _, projections, ranks = shrunk.shape
     shape = expand_shape(y.dtype)
     unused = [0] * (MOST_SITES - projections)
@@ -289,7 +297,8 @@ def lora_expand(
     grid = (segments.rows.shape[0], ceil_div(max(outputs), shape["BN"]), projections)
     expand_kernel[grid](
         y, shrunk, segments.order, segments.first, segments.rows, segments.slot,
-        tables.b, tables.rank, tables.scale, tables.dtype, tables.rank if tables.gate is None else tables.gate,
+        tables.b, tables.rank, tables.scale, tables.dtype, tables.vectors,
+        tables.rank if tables.gate is None else tables.gate,
         y.stride(0), *(number for place in places for number in place), tables.rank.shape[1],
         PROJECTIONS=projections, RANKS=ranks, HAS_GATE=tables.gate is not None, **shape,
     )  # fmt: skip

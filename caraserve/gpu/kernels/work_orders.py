@@ -22,7 +22,8 @@ from caraserve.util.units import align_up, ceil_div
 Int64s = NDArray[np.int64]
 
 # Words of a work order and of a task, as `struct WorkOrder` and `struct WorkerTask` in handoff.cu.
-_HEAD_WORDS, _TASK_HEAD_WORDS = 12, 7
+_VECTORS = 11  # of the order: one word for each module
+_HEAD_WORDS, _TASK_HEAD_WORDS = _VECTORS + handoff.MOST_SITES, 7
 _SLICE_WORDS = handoff.SLICE_BYTES // 8
 _TASK_WORDS = _TASK_HEAD_WORDS + _SLICE_WORDS
 _ENTRY_WORDS, _SITE_WORDS = LORA_ENTRY.itemsize // 8, handoff.SITE_BYTES // 8
@@ -31,9 +32,9 @@ MAX_TASKS = BYTES_THREADS  # of the block that publishes them, one for each
 
 @dataclass(frozen=True, slots=True)
 class HostModules:
-    """The modules of one group in host memory, where workers read them. `entries`: LORA_ENTRY [hand-offs, modules],
-    whose A and B are offsets into the region; rank 0: the adapter does not have the module. `outputs`: of each
-    module."""
+    """The modules of one group in host memory, where workers read A and B, and the device vectors. `entries`:
+    LORA_ENTRY [hand-offs, modules], whose addresses are offsets into the region; rank 0: the adapter does not have the
+    module. `outputs`: of each module."""
 
     entries: NDArray[np.void]
     outputs: Sequence[int]
@@ -119,6 +120,8 @@ def work_orders(
     orders = np.zeros((len(addresses.ready), words), np.int64)
     _write_heads(orders, tasks, addresses)
     orders[:, 10] = region.device_base + region.x
+    vectors = modules.entries["vectors"]
+    orders[:, _VECTORS : _VECTORS + len(modules.outputs)] = np.where(vectors, region.device_base + vectors, 0)
     adapted = (modules.entries["rank"] > 0) @ (1 << np.arange(len(modules.outputs)))  # a bit of each module
     shared = _slices(modules, region, addresses)
     row_bytes = region.dtype.itemsize * region.x_stride

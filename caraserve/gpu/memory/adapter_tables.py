@@ -1,4 +1,4 @@
-"""The device's adapter tables: address of A and B, rank and scale of each site, by adapter slot.
+"""The device's adapter tables: address of A, B and vectors, rank and scale of each site, by adapter slot.
 
 Kernels read everything about adapters from these tables, so one captured graph serves any mix of adapters. A slot's
 column is written in stream order when an adapter is bound to it or moved in the pool. No batch uses a slot between two
@@ -28,6 +28,7 @@ class Column:
 
     a: NDArray[np.int64]  # addresses
     b: NDArray[np.int64]
+    vectors: NDArray[np.int64]  # 0: the adapter has none
     rank: NDArray[np.int32]  # padded
     scale: NDArray[np.float32]
     dtype: NDArray[np.int32]  # [1]
@@ -45,7 +46,7 @@ class AdapterTables:
         self.slots = align_up(slots, _SLOTS_STEP)
         self._plan = plan
         shape = (len(plan.layers), plan.most_sites, self.slots)
-        self.a, self.b = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+        self.a, self.b, self.vectors = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(3))
         self.rank = torch.zeros(shape, dtype=torch.int32, device=device)
         self.scale = torch.zeros(shape, dtype=torch.float32, device=device)
         self.dtype = torch.zeros(self.slots, dtype=torch.int32, device=device)
@@ -54,14 +55,16 @@ class AdapterTables:
     def for_triton(self, layer: int, group: int) -> SiteTables:
         """Returns the tables of one of a layer's groups, as kernels/lora.py takes them."""
         sites = self._sites(layer, group)
-        a, b, rank, scale = (table[layer, sites] for table in (self.a, self.b, self.rank, self.scale))
-        return SiteTables(a, b, rank, scale, self.dtype)
+        tables = self.a, self.b, self.rank, self.scale, self.vectors
+        a, b, rank, scale, vectors = (table[layer, sites] for table in tables)
+        return SiteTables(a, b, rank, scale, self.dtype, vectors)
 
     def for_launch(self, layer: int, group: int) -> cuda_launch.WeightTables:
         """Returns the tables of one of a layer's groups, as the raw CUDA kernels take them."""
         first = self._sites(layer, group).start
-        a, b, rank, scale = (table[layer, first].data_ptr() for table in (self.a, self.b, self.rank, self.scale))
-        return cuda_launch.WeightTables(a, b, rank, scale, self.dtype.data_ptr(), self.slots)
+        tables = self.a, self.b, self.rank, self.scale, self.vectors
+        a, b, rank, scale, vectors = (table[layer, first].data_ptr() for table in tables)
+        return cuda_launch.WeightTables(a, b, rank, scale, self.dtype.data_ptr(), vectors, self.slots)
 
     def _sites(self, layer: int, group: int) -> slice:
         sites = self._plan.layers[layer].groups[group].sites
@@ -104,10 +107,11 @@ def vocabulary_column(spec: AdapterSpec, base: int) -> VocabularyColumn:
 def column(spec: AdapterSpec, plan: DecoderPlan, base: int) -> Column:
     """Returns the column of an adapter whose bytes begin at the device address `base`."""
     shape = (len(plan.layers), plan.most_sites)
-    a, b = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    a, b, vectors = (np.zeros(shape, np.int64) for _ in range(3))
     rank, scale = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
     for span in spec.spans:
         at = span.layer, span.site
         a[at], b[at] = base + span.a_offset, base + span.b_offset
         rank[at], scale[at] = span.padded_rank, span.scale
-    return Column(a, b, rank, scale, np.array([spec.dtype.value], np.int32))
+        vectors[at] = 0 if span.vectors_offset is None else base + span.vectors_offset
+    return Column(a, b, vectors, rank, scale, np.array([spec.dtype.value], np.int32))

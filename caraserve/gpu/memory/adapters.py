@@ -298,8 +298,8 @@ class DeviceImages:
 
     def _write_column(self, slot: int, base: int) -> None:
         tables, made = self.tables, column(self.bound[slot].stored, self._plan, base)
-        pairs = ((tables.a, made.a), (tables.b, made.b), (tables.rank, made.rank), (tables.scale, made.scale))
-        for table, values in (*pairs, (tables.dtype, made.dtype)):
+        for name in ("a", "b", "vectors", "rank", "scale", "dtype"):
+            table, values = getattr(tables, name), getattr(made, name)
             size = table.element_size()
             self._ring.send_column(table.data_ptr() + size * slot, size * tables.slots, values.ravel())
         self._write_vocabulary(slot, base)

@@ -9,7 +9,7 @@ computed at `max_rank`.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, SiteSpan, lay_out
+from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, SiteSpan, lay_out, vectors_bytes
 from caraserve.errors import AdapterRejected
 from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import align_up, ceil_div
@@ -34,7 +34,8 @@ def padded(spec: AdapterSpec, plan: DecoderPlan, max_rank: int) -> AdapterSpec:
         raise AdapterRejected(f"rank {spec.rank} exceeds the {max_rank} rows that the padded kernels have")
     if spec.vocabulary:
         raise AdapterRejected("the padded kernels have no changes of the embedding or the head")
-    spans, ends = lay_out(plan, spec.dtype, {span.module: (max_rank, span.scale) for span in spec.spans})
+    modules = {span.module: (max_rank, span.scale) for span in spec.spans}
+    spans, ends = lay_out(plan, spec.dtype, modules, has_vectors=spec.has_vectors)
     return replace(spec, rank=max_rank, spans=spans, layer_ends=ends)
 
 
@@ -51,7 +52,11 @@ def _of_site(narrow: SiteSpan, wide: SiteSpan, plan: DecoderPlan, itemsize: int)
     site = plan.layers[narrow.layer].sites[narrow.site]
     a = narrow.padded_rank * align_up(site.inputs, A_COLUMNS) * itemsize
     width, pitch = (span.padded_rank * PANEL * itemsize for span in (narrow, wide))
-    return [
+    matrices = [
         RowCopy(wide.a_offset, a, narrow.a_offset, a, a, 1),
         RowCopy(wide.b_offset, pitch, narrow.b_offset, width, width, ceil_div(site.outputs, PANEL)),
     ]
+    if wide.vectors_offset is None or narrow.vectors_offset is None:
+        return matrices
+    size = vectors_bytes(site.outputs)
+    return [*matrices, RowCopy(wide.vectors_offset, size, narrow.vectors_offset, size, size, 1)]

@@ -90,17 +90,18 @@ class Adapters:
         self.rank = torch.from_numpy(ranks).to(acc.place)
         self.scale = torch.full((len(site.outputs), site.slots), _SCALE, device=acc.place)
         self.dtype = torch.tensor([dtype.value for dtype in site.dtypes], dtype=torch.int32, device=acc.place)
+        self.vectors = torch.zeros_like(self.a[0])  # of no adapter
         self._addresses = a, b
 
     def tables(self, layer: int) -> cuda_launch.WeightTables:
         """Returns the layer's weights as the raw CUDA kernels take them."""
-        parts = self.a[layer], self.b[layer], self.rank, self.scale, self.dtype
-        a, b, rank, scale, dtype = (part.data_ptr() for part in parts)
-        return cuda_launch.WeightTables(a, b, rank, scale, dtype, self.site.slots)
+        parts = self.a[layer], self.b[layer], self.rank, self.scale, self.dtype, self.vectors
+        a, b, rank, scale, dtype, vectors = (part.data_ptr() for part in parts)
+        return cuda_launch.WeightTables(a, b, rank, scale, dtype, vectors, self.site.slots)
 
     def site_tables(self, layer: int) -> SiteTables:
         """Returns the layer's weights as the Triton kernels take them."""
-        return SiteTables(self.a[layer], self.b[layer], self.rank, self.scale, self.dtype)
+        return SiteTables(self.a[layer], self.b[layer], self.rank, self.scale, self.dtype, self.vectors)
 
     def add_to(self, y: Tensor, x: Tensor, row_slots: Sequence[int], layer: int) -> Tensor:
         """Returns y plus what the adapters add to it, float64, computed row by row without the kernels."""

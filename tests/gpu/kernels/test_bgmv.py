@@ -29,7 +29,7 @@ def check(case: LoraCase, row_slots: list[int], **how: int) -> NDArray[np.float6
 @pytest.mark.parametrize("activation", Dtype)
 def test_ranks_dtypes_and_the_base_model_in_one_batch(activation: Dtype) -> None:
     ranks = [[0, 8, 256, 0, 40], [0, 64, 24, 0, 8], [0, 0, 16, 136, 8]]
-    case = LoraCase(192, (320, 64, 64), ranks, ALL, activation)
+    case = LoraCase(192, (320, 64, 64), ranks, ALL, activation, with_vectors=frozenset((2, 4)))
     check(case, [1, 0, 2, 3, 2, 4, 2, 2, 2, 1])
 
 
@@ -51,7 +51,9 @@ def test_random_batches(data: st.DataObject) -> None:
     row_slots = data.draw(st.lists(st.integers(0, slots), min_size=1, max_size=6))
     activation = data.draw(st.sampled_from(Dtype))
     step = data.draw(st.sampled_from([1, 2, 4]))
-    case = LoraCase(data.draw(st.integers(1, 300)), outputs, ranks, dtypes, activation, step=step)
+    with_vectors = data.draw(st.frozensets(st.integers(1, slots)))
+    sizes = data.draw(st.integers(1, 300)), outputs, ranks, dtypes
+    case = LoraCase(*sizes, activation, step=step, with_vectors=with_vectors)
     check(case, row_slots, grid=data.draw(st.integers(1, 9)), seed=data.draw(st.integers(0, 99)))
 
 

@@ -221,7 +221,7 @@ def test_a_second_start_compiles_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 ROWS, PART = cuda_launch.ActivationRows(64, 16, 16), cuda_launch.ShrinkBuffer(0, 1, 1, 8)
-TABLES, ITEMS = cuda_launch.WeightTables(0, 0, 0, 0, 0, 1), cuda_launch.WorkList(0, 0, 0)
+TABLES, ITEMS = cuda_launch.WeightTables(0, 0, 0, 0, 0, 0, 1), cuda_launch.WorkList(0, 0, 0)
 ONE = cuda_launch.Projections((0,), (16,))
 EMPTY = torch.empty(2, 8, dtype=torch.int32)
 OUTPUTS, MASKED = Outputs(*[EMPTY] * 8), MaskedRows(EMPTY[0], EMPTY)

@@ -21,7 +21,7 @@ from tests.gpu.stub_driver import DriverCase, Stub
 ITEMS, PART = cuda_launch.WorkList(1, 2, 3), cuda_launch.ShrinkBuffer(1 << 40, 64, 3, 16)
 EXPAND = cuda_launch.expand(
     660,
-    cuda_launch.WeightTables(4, 5, 6, 7, 8, 9),
+    cuda_launch.WeightTables(4, 5, 6, 7, 8, 9, 10),
     ITEMS,
     PART,
     cuda_launch.ActivationRows(32, 96, 90),

@@ -58,9 +58,9 @@ def launch_lora(dtype: torch.dtype, ranks: int, *, gated: bool) -> None:
     x, y = empty(TOKENS, HIDDEN, dtype=dtype), empty(TOKENS, 3 * HIDDEN, dtype=dtype)
     part, shrunk = empty(PLANES, TOKENS, 3, ranks, dtype=torch.float32), empty(TOKENS, 3, ranks, dtype=dtype)
     segments = Segments(*(empty(TOKENS) for _ in range(4)))
-    addresses = [empty(3, SLOTS, dtype=torch.int64) for _ in range(2)]
+    *addresses, vectors = (empty(3, SLOTS, dtype=torch.int64) for _ in range(3))
     scale = empty(3, SLOTS, dtype=torch.float32)
-    tables = SiteTables(*addresses, empty(3, SLOTS), scale, empty(SLOTS), empty(1) if gated else None)
+    tables = SiteTables(*addresses, empty(3, SLOTS), scale, empty(SLOTS), vectors, empty(1) if gated else None)
     lora_shrink(x, part, shrunk, segments, tables)
     lora_expand(y, shrunk, segments, tables, (0, HIDDEN, 2 * HIDDEN), (HIDDEN, HIDDEN, HIDDEN))
 

@@ -30,10 +30,12 @@ Cut = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass
 class Adapters:
-    """Slots of weights in the product's layout, and as plain matrices: {(projection, slot): (A, B, scale)}."""
+    """Slots of weights in the product's layout, and as plain matrices: {(projection, slot): (A, B, scale)}; factors and
+    biases of the outputs, [2, outputs], of slots that have them."""
 
     tables: SiteTables
     plain: dict[tuple[int, int], tuple[Tensor, Tensor, float]]
+    vectors: dict[tuple[int, int], Tensor]
     keep: list[Tensor]
 
 
@@ -53,9 +55,10 @@ def adapters(inputs: int, widths: tuple[int, ...], ranks: list[tuple[int, ...]],
     """Returns random adapters. `ranks` and `dtypes` by slot; slot 0 is the base model."""
     generator = torch.Generator().manual_seed(len(ranks) + inputs)
     shape = (len(widths), len(ranks))
-    a_at, b_at, rank_at = (torch.zeros(shape, dtype=kind) for kind in (torch.int64, torch.int64, torch.int32))
+    a_at, b_at, vectors_at = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+    rank_at = torch.zeros(shape, dtype=torch.int32)
     scale_at = torch.full(shape, float("nan"))
-    plain, keep = {}, []
+    plain, vectors, keep = {}, {}, []
     for slot, by_projection in enumerate(ranks):
         for projection, rank in enumerate(by_projection):
             if rank == 0:
@@ -68,9 +71,14 @@ def adapters(inputs: int, widths: tuple[int, ...], ranks: list[tuple[int, ...]],
             keep += pair
             a_at[projection, slot], b_at[projection, slot] = pair[0].data_ptr(), pair[1].data_ptr()
             rank_at[projection, slot], scale_at[projection, slot] = rank, scale
+            if slot % 2 == 0:
+                both = torch.randn(2, align_up(widths[projection], PANEL), generator=generator)
+                vectors[projection, slot] = both[:, : widths[projection]]
+                keep.append(both.to(DEVICE))
+                vectors_at[projection, slot] = keep[-1].data_ptr()
     codes = torch.tensor([CODES[dtype].value for dtype in dtypes], dtype=torch.int32)
-    tables = SiteTables(*(table.to(DEVICE) for table in (a_at, b_at, rank_at, scale_at, codes)))
-    return Adapters(tables, plain, keep)
+    tables = SiteTables(*(table.to(DEVICE) for table in (a_at, b_at, rank_at, scale_at, codes, vectors_at)))
+    return Adapters(tables, plain, vectors, keep)
 
 
 def expected(x: Tensor, y: Tensor, slots: np.ndarray, known: Adapters, widths: tuple[int, ...]) -> Tensor:
@@ -81,6 +89,10 @@ def expected(x: Tensor, y: Tensor, slots: np.ndarray, known: Adapters, widths: t
             if (projection, slot) in known.plain:
                 a, b, scale = known.plain[projection, slot]
                 result[token, before : before + width] += scale * (x[token].double() @ a.double().T @ b.double())
+                if (projection, slot) in known.vectors:
+                    factor, bias = known.vectors[projection, slot].double()
+                    result[token, before : before + width] *= factor
+                    result[token, before : before + width] += bias
         before += width
     return result
 
