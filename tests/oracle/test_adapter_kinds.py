@@ -71,9 +71,9 @@ class Subject(NamedTuple):
         assert all(oracle.forgiven_ties <= oracle.checked_tokens // 50 for oracle in self.oracles)
 
 
-@pytest.fixture(scope="module", params=["llama_bias", "gemma2"])
+@pytest.fixture(scope="module", params=["llama_bias", "qwen3"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    """Two families: every module has a bias, and outputs join the residual stream at once; or after a norm."""
+    """Two families: every module has a bias, or none has one; their outputs join the residual stream at once."""
     folder = tmp_path_factory.mktemp(request.param)
     model = make_model(folder / "model", request.param)
     adapters = {
