@@ -54,12 +54,17 @@ def _compile_kernels() -> None:
 
 
 def _compile_simulator() -> None:
+    """Compiles the simulator, and what its tests compile of it."""
     from caraserve.bench.records import PlannedRequest, Workload
     from caraserve.bench.simulator.setting import ClusterSetting, paper_machine
     from caraserve.bench.simulator.simulation import Simulation
+    from tests.bench.simulator.compiled_steps import compile_steps
 
     requests = tuple(PlannedRequest(number, 0.1 * number, number, 10, 5) for number in range(2))
-    Simulation(ClusterSetting(2 * (paper_machine("padded"),), "auto", math.inf), Workload(requests, (8, 16))).run()
+    setting = ClusterSetting(2 * (paper_machine("padded"),), "auto", math.inf)
+    simulation = Simulation(setting, Workload(requests, (8, 16)))
+    simulation.run()
+    compile_steps(simulation.fleet, simulation._rng)
 
 
 PARTS: tuple[tuple[str, Callable[[], None]], ...] = (
