@@ -22,13 +22,15 @@ def compile_all(process: int) -> None:
 
 
 def _compile_kernels() -> None:
-    """Compiles the CPU backend's kernels with those of merging, and those of its workers."""
+    """Compiles the CPU backend's kernels with those of merging, those of its workers, and what measures their speed."""
     from caraserve import demo
+    from caraserve.bench.lora.kernels import QKV, adapter_of, one_layer_plan
     from caraserve.cpu.backend import CpuBackend, CpuSizes
     from caraserve.cpu.lora_workers.worker import compile_worker
     from caraserve.cpu.weights import dummy_reader, load_model
     from caraserve.model.dtype import Dtype
     from caraserve.model.families import load_plan
+    from caraserve.profiling.cpu_lora_rate import LayerLora
 
     plan = load_plan(demo.model_folder())
     loaded = load_model(plan, Dtype.F32, 16, dummy_reader(0, Dtype.F32), lambda: None)
@@ -47,15 +49,22 @@ def _compile_kernels() -> None:
     finally:
         backend.close()
     compile_worker()
+    one_layer = one_layer_plan(64)
+    LayerLora(one_layer, adapter_of(one_layer, Dtype.F16, 8), QKV, 1).layer_ms(1)
 
 
 def _compile_simulator() -> None:
+    """Compiles the simulator, and what its tests compile of it."""
     from caraserve.bench.records import PlannedRequest, Workload
     from caraserve.bench.simulator.setting import ClusterSetting, paper_machine
     from caraserve.bench.simulator.simulation import Simulation
+    from tests.bench.simulator.compiled_steps import compile_steps
 
     requests = tuple(PlannedRequest(number, 0.1 * number, number, 10, 5) for number in range(2))
-    Simulation(ClusterSetting(2 * (paper_machine("padded"),), "auto", math.inf), Workload(requests, (8, 16))).run()
+    setting = ClusterSetting(2 * (paper_machine("padded"),), "auto", math.inf)
+    simulation = Simulation(setting, Workload(requests, (8, 16)))
+    simulation.run()
+    compile_steps(simulation.fleet, simulation._rng)
 
 
 PARTS: tuple[tuple[str, Callable[[], None]], ...] = (

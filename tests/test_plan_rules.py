@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from caraserve.model import families
+from tests.test_architecture import nodes_of
 
 PACKAGE = Path(__file__).parent.parent / "caraserve"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
@@ -62,7 +63,7 @@ SEVENS_EXEMPT = {
 
 def constants(path: Path) -> Iterator[tuple[int, object]]:
     """Yields (line, value) of the constants of a file that are no docstrings."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Constant) and not (isinstance(node.value, str) and "\n" in node.value):
             yield node.lineno, node.value
 
@@ -99,7 +100,7 @@ def test_only_formats_and_their_kernels_import_a_weight_format() -> None:
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.module}"
         for path in MODULES
         if not is_exempt(path, FORMATS_EXEMPT)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("caraserve.model.formats.")
     ]
     assert used == []

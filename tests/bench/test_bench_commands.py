@@ -168,7 +168,7 @@ def test_each_run_has_new_prompts_that_miss_the_prefix_cache(url: str) -> None:
 
 
 def test_finished_runs_are_reported_when_the_endpoint_dies() -> None:
-    rates = ("--request-rate", "50", "20", "--num-prompts", "60", "--random-output-len", "2")
+    rates = ("--request-rate", "50", "20", "--num-prompts", "24", "--random-output-len", "2")
     with fake_process("ttft-5-tpot-1") as (url, endpoint):
         command = [sys.executable, "-m", "caraserve", "bench", "serve", "--url", url, *rates]
         pipe = subprocess.PIPE
@@ -179,7 +179,7 @@ def test_finished_runs_are_reported_when_the_endpoint_dies() -> None:
             endpoint.kill()
             printed, errors = measuring.communicate(timeout=60)
     document = json.loads(printed.splitlines()[-1])
-    assert document["runs"][0]["completed"] == 60
+    assert document["runs"][0]["completed"] == 24
     assert "Traceback" not in errors
 
 

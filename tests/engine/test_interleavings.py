@@ -105,7 +105,7 @@ def small_shares() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("run", RUNS)
-@settings(max_examples=32, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), data=st.data())
 def test_no_interleaving_changes_a_token_and_a_failure_fails_only_its_own_requests(
     run: str, seed: int, data: st.DataObject

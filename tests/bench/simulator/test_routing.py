@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.bench.records import PlannedRequest, Workload
-from caraserve.bench.simulator import routing
-from caraserve.bench.simulator.compiled import MS, entry
+from caraserve.bench.simulator.compiled import MS
 from caraserve.bench.simulator.setting import ClusterSetting, SimulatedMachine
 from caraserve.bench.simulator.simulation import Simulation
 from caraserve.cluster.routing.cost import Arrival, Backlog, LinkSpeeds
@@ -21,6 +20,7 @@ from caraserve.cluster.routing.policies import Policy
 from caraserve.cluster.routing.router import Attempt, Fleet, Instance, apply_quotes, check_acceptance, next_target
 from caraserve.cluster.state.replicated_map import Tier
 from caraserve.config import ROUTINGS
+from tests.bench.simulator.compiled_steps import CHOOSE_NEXT, DECIDE, REFUSES, route
 
 MILLISECONDS = st.floats(0, 50)
 RATES = st.floats(0.01, 1e7) | st.just(float("inf"))
@@ -51,22 +51,6 @@ BACKLOGS = st.builds(
 )
 TIERS = st.sampled_from((Tier.DEVICE, Tier.HOST, Tier.ABSENT))
 NODES = st.lists(st.tuples(MACHINES, BACKLOGS, TIERS), min_size=1, max_size=6)
-
-
-_DECIDE, _CHOOSE_NEXT, _REFUSES = range(3)
-
-
-@entry
-def _act(fleet, action, now, rng):  # type: ignore[no-untyped-def]
-    if action == _CHOOSE_NEXT:
-        return routing.choose_next(fleet, 0, now, rng)
-    if action == _REFUSES:
-        return routing.refuses(fleet, 0)
-    fleet.routes[0].attempts = 0
-    waits = routing.propose(fleet, 0, now, rng) > now
-    fleet.routes[0].target = fleet.orders[0, 0]
-    routing.expand(fleet, 0, rng)
-    return waits
 
 
 class Case:
@@ -147,9 +131,9 @@ def test_orders_and_what_follows_refusals_equal_the_servers(
 ) -> None:
     plan = case["plan"] if name in ("auto", "loraserve", "s-lora-random", "s-lora-contiguous") else None
     made = Case(name, case["nodes"], case["arrival"], plan, case["seed"])
-    order, route = made.order(), made.fleet.routes[0]
-    assert _act(made.fleet, _DECIDE, 0, made.rng) == made.policy.enforces_slo, "only these wait for quotes"
-    assert made.names[route["target"]] == order[0]
+    order, routed = made.order(), made.fleet.routes[0]
+    assert route(made.fleet, DECIDE, 0, made.rng) == made.policy.enforces_slo, "only these wait for quotes"
+    assert made.names[routed["target"]] == order[0]
     assert [made.names[number] for number in made.fleet.orders[0, : made.fleet.known[0]]] == order
     assert made.rng.random() == made.random.random()
     tier = Tier.DEVICE if made.arrival.adapter is None else Tier.ABSENT
@@ -157,12 +141,12 @@ def test_orders_and_what_follows_refusals_equal_the_servers(
     for tries in range(9):
         now = elapsed_ms * tries * MS
         target = next_target(order, attempts, elapsed_ms * tries, 10_000.0, force=not made.policy.enforces_slo)
-        assert _act(made.fleet, _CHOOSE_NEXT, now, made.rng) == (target is not None)
+        assert route(made.fleet, CHOOSE_NEXT, now, made.rng) == (target is not None)
         if target is None:
             break
-        assert (made.names[route["target"]], bool(route["force"])) == (target.name, target.force)
+        assert (made.names[routed["target"]], bool(routed["force"])) == (target.name, target.force)
         refusal = check_acceptance(made.arrival, made.exact[target.name], tier, target.force)
-        assert _act(made.fleet, _REFUSES, now, made.rng) == (refusal is not None)
+        assert route(made.fleet, REFUSES, now, made.rng) == (refusal is not None)
         if refusal is None:
             break
         attempts.append((target, refusal))

@@ -4,20 +4,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.bench.records import Workload
-from caraserve.bench.simulator import views
-from caraserve.bench.simulator.compiled import MS, entry
+from caraserve.bench.simulator.compiled import MS
 from caraserve.bench.simulator.fleet import with_room
 from caraserve.bench.simulator.setting import ClusterSetting, paper_machine
 from caraserve.bench.simulator.simulation import Simulation
 from caraserve.cluster.routing.cost import Arrival, Backlog
 from caraserve.cluster.routing.router import SentRequests
+from tests.bench.simulator.compiled_steps import BEAT, LOOK, SEND, see
 
 NODES = 2  # each of which routes
-_SEND, _BEAT, _LOOK = range(3)
 STEPS = st.lists(
     st.tuples(
         st.sampled_from([0, 1, 3, 3, 40, 40, 60, 2100]).map(lambda ms: ms * MS),  # since the last step
-        st.sampled_from([_SEND, _SEND, _BEAT, _LOOK]),
+        st.sampled_from([SEND, SEND, BEAT, LOOK]),
         st.integers(0, NODES - 1),  # who sends or looks
         st.integers(0, NODES - 1),  # to whom, or whose heartbeat
         st.sampled_from([0, 8, 64]),
@@ -27,17 +26,6 @@ STEPS = st.lists(
     min_size=6,
     max_size=30,
 )
-
-
-@entry
-def _act(fleet, step, router, number, now):  # type: ignore[no-untyped-def]
-    if step == _SEND:
-        views.add_sent(fleet, number, fleet.routes[0], now)
-    elif step == _BEAT:
-        views.publish(fleet, number, now)
-    else:
-        views.arrive(fleet, now)
-        views.look(fleet, router, now)
 
 
 @settings(max_examples=150)
@@ -59,7 +47,7 @@ def test_views_are_late_heartbeats_and_what_the_router_has_sent_since(
     now = 0
     for elapsed, step, router, number, rank, prompt, output in steps:
         now += elapsed
-        if step == _SEND:
+        if step == SEND:
             route = fleet.routes[0]
             route["router"], route["rank"], route["prompt_tokens"], route["output_tokens"] = (
                 router,
@@ -68,14 +56,14 @@ def test_views_are_late_heartbeats_and_what_the_router_has_sent_since(
                 output,
             )
             ledgers[router].add(str(number), Arrival("a", rank, prompt, output), now * 1e-9)
-        elif step == _BEAT:
+        elif step == BEAT:
             one = fleet.batches.instances[number]
             one["num_decoding"] += 1  # a request that never ends
             one["rank_sum"] += rank
             states[number] = states[number]._replace(requests=int(one["num_decoding"]), rank_sum=int(one["rank_sum"]))
             under_way.append((now + 2 * MS, number, states[number]))
-        _act(fleet, step, router, number, now)
-        if step != _LOOK:
+        see(fleet, step, router, number, now)
+        if step != LOOK:
             continue
         while under_way and under_way[0][0] <= now:
             at, sender, state = under_way.pop(0)

@@ -13,11 +13,12 @@ import torch
 from caraserve.cpu.sampling import SLOT_SAMPLING
 from caraserve.gpu.driver.launch import wait_word
 from caraserve.gpu.kernels import bgmv_work, cuda_launch, cuda_sources
-from caraserve.gpu.kernels.cuda_sources import Compiled, Unit
+from caraserve.gpu.kernels.cuda_sources import Unit
 from caraserve.gpu.kernels.paged_cache import TokenTables
 from caraserve.gpu.kernels.sampling import MaskedRows, Outputs, SamplerState, sample, score
 from caraserve.model.dtype import Dtype
 from tests.gpu import cubin
+from tests.gpu.compiled_units import compiled
 
 ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
 REGISTERS_OF_AN_SM = 1 << 16
@@ -44,12 +45,6 @@ def marked(units: list[Unit]) -> list[Any]:
 
 def named(unit: Unit) -> str:
     return f"{unit.source}-{unit.activation.name}-{unit.arch}"
-
-
-@cache
-def compiled(unit: Unit) -> Compiled:
-    """Compiles a unit; a warning fails the compilation."""
-    return cuda_sources.compiled(unit)
 
 
 @pytest.mark.parametrize("unit", marked(UNITS), ids=named)

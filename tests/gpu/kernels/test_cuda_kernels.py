@@ -16,6 +16,7 @@ from caraserve.gpu.kernels import cuda_kernels, cuda_launch, cuda_sources
 from caraserve.gpu.kernels.cuda_kernels import CudaKernels
 from caraserve.model.dtype import Dtype
 from tests.gpu import cubin
+from tests.gpu.compiled_units import compiled
 from tests.gpu.stub_driver import DriverCase, Stub
 
 ITEMS, PART = cuda_launch.WorkList(1, 2, 3), cuda_launch.ShrinkBuffer(1 << 40, 64, 3, 16)
@@ -70,6 +71,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch, stub: Stub, cache: Path) -> Loaded:
+    monkeypatch.setattr(cuda_sources, "compiled", compiled)  # by the same compiler
     return Loaded(monkeypatch, stub, cache)
 
 
