@@ -19,6 +19,7 @@ from peft.tuners.lora import LoraLayer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -88,6 +89,20 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any], bool]] = {
     ),
 }
 FAMILIES = tuple(_FAMILIES)
+# Embeddings are multiplied by √hidden, and those of the head are not.
+_FAMILIES["gemma3"] = (
+    Gemma3TextConfig,
+    _WIDE
+    | {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    True,
+)
 _FAMILIES["qwen2_moe"] = (
     Qwen2MoeConfig,
     _WIDE
@@ -121,22 +136,25 @@ def make_model(folder: Path, family: str, seed: int = 0, dtype: str = "float32")
     config_class, traits, with_bos = _FAMILIES[family]
     config = config_class(**_COMMON | traits)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    _randomise(model, torch.Generator().manual_seed(seed))
+    _randomise(model, torch.Generator().manual_seed(seed), scales_embeddings=family == "gemma3")
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     save_tokenizer(folder, with_bos)
     return folder
 
 
-def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
+def _randomise(model: torch.nn.Module, generator: torch.Generator, *, scales_embeddings: bool) -> None:
+    is_tied = all(name != "lm_head.weight" for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if "norm" in name:
-            parameter.data = 1 + 0.2 * noise
+        if is_tied and scales_embeddings and name == "model.norm.weight":
+            parameter.data = math.sqrt(len(noise)) * (1 + 0.2 * noise)  # or small embeddings would give equal logits
+        elif "norm" in name:
+            parameter.data = (0 if scales_embeddings else 1) + 0.2 * noise
         elif name.endswith("bias"):
             parameter.data = 0.3 * noise
         elif "embed_tokens" in name:
             # Below what the layers add, so that a tied head does not echo its input.
-            parameter.data = 0.25 * noise
+            parameter.data = noise * (0.25 / (math.sqrt(parameter.shape[1]) if scales_embeddings else 1.0))
         else:
             parameter.data = noise * (1.6 / math.sqrt(parameter.shape[1]))
 
