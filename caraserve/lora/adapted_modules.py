@@ -16,6 +16,7 @@ from caraserve.lora.joined_modules import NamedModule, NamedUpdate, joined, othe
 from caraserve.lora.kinds import MATRICES, AdapterKind
 from caraserve.lora.peft_config import PeftConfig
 from caraserve.lora.peft_fields import refusal
+from caraserve.lora.score_heads import is_of_head
 from caraserve.lora.tensor_names import is_ignored, normalised, saved_tensor
 from caraserve.lora.vocabulary import vocabulary_tensor
 from caraserve.model.base_tensors import BaseTensors
@@ -59,7 +60,7 @@ def find_tensors(
     TensorFileError."""
     found, adapters = FoundTensors(), set[str]()
     known: set[str] = set(plan.adapter_modules)
-    for name in file.names:
+    for name in (name for name in file.names if not is_of_head(name)):
         match = kind.tensor_name.fullmatch(normalised(name))
         if match is not None and match["module"] not in known and len(known) == len(plan.adapter_modules):
             known |= other_names(plan).keys()

@@ -6,7 +6,7 @@ A folder is inspected when it is registered (`catalog.py`), and read when a requ
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -29,12 +29,13 @@ from caraserve.lora.adapter import files_changed
 from caraserve.lora.adapter_tensors import AdapterTensors
 from caraserve.lora.base_copies import BaseCopy, check_copies, check_saved_modules
 from caraserve.lora.expert_tensors import refuse_experts
+from caraserve.lora.folder_contents import TEMPLATE_TEXTS, files_of
 from caraserve.lora.folder_contents import TENSORS_NAME as TENSORS_NAME
-from caraserve.lora.folder_contents import files_of
 from caraserve.lora.kinds import MATRICES, AdapterKind
 from caraserve.lora.manifest import ChunkHasher, identified
 from caraserve.lora.peft_config import PeftConfig, parse_config
 from caraserve.lora.peft_fields import CONFIG_NAME
+from caraserve.lora.score_heads import head_layout, head_tensor
 from caraserve.lora.vocabulary import ChangedMatrix, VocabularyWriter, differing_rows, is_whole_matrix, vocabulary_of
 from caraserve.lora.writers import open_adapter
 from caraserve.lora.writers.stored_adapter import StoredAdapter
@@ -60,6 +61,7 @@ class TensorLayout:
     copies: tuple[BaseCopy, ...]  # of the base model's tensors, which must be equal
     notes: tuple[str, ...]  # what is left out, for the log
     vocabulary: tuple[ChangedMatrix, ...]  # in the order of the spec's
+    head: str | None = None  # the tensor of the score head
 
 
 class ImageWriter:
@@ -109,6 +111,15 @@ class ImageWriter:
         for span in spans:
             part = parts[plan.layers[layer].sites[span.site].part]
             place_b(values[part.index], data, span, dtype, start)
+
+    def finished(self, hashes: Sequence[bytes]) -> AdapterSpec:
+        """Returns the spec with the score head's numbers and with the digest, once all has been written. Raises
+        AdapterRejected and TensorFileError."""
+        spec, tensor = self._layout.spec, self._layout.head
+        if spec.head is not None and tensor is not None:
+            values, _ = _finite(self._file, tensor, spec.head.dtype)
+            spec = replace(spec, head=replace(spec.head, data=values.tobytes()))
+        return identified(spec, hashes)
 
     def values(self, module: Module, matrix: str) -> Array:
         """Returns one of `MATRICES` in the adapter's dtype: A [rank, inputs] or B [outputs, rank]. Raises as
@@ -203,7 +214,7 @@ def _fill(layout: TensorLayout, room: Callable[[int, int], Bytes]) -> AdapterSpe
             for matrix in MATRICES:
                 writer.write(module, matrix, data, start)
         hasher.update(data.data)
-    return identified(layout.spec, hasher.hashes)
+    return writer.finished(hasher.hashes)
 
 
 def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
@@ -235,7 +246,7 @@ def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
         raise AdapterRejected(f"lora_path lies outside {outside}, from where adapters may be loaded", param="lora_path")
     if folder is None:
         raise missing
-    for name in (CONFIG_NAME, TENSORS_NAME, *files_of(folder)):
+    for name in (CONFIG_NAME, TENSORS_NAME, *files_of(folder), *TEMPLATE_TEXTS):
         if not is_allowed((folder / name).resolve()):
             raise AdapterRejected(f"{name} is a link that leads outside {outside}", param="lora_path")
     return folder
@@ -295,8 +306,11 @@ def _layout(
     sizes = {place: (module.rank, module.scale) for place, module in modules.items()}
     changes = [one.change for one in vocabulary]
     spec = AdapterSpec.of(plan, dtype, sizes, invocation=config.invocation, vocabulary=changes)
+    tensor = head_tensor(tuple(file.names), config.head)
+    head = None if tensor is None else head_layout(file, tensor, config.head, plan)
+    spec = replace(spec, head=head, trained_on=config.trained_on)
     notes = *config.notes, *found.notes
-    return TensorLayout(plan, config.kind, modules, spec, file, copies, notes, tuple(vocabulary))
+    return TensorLayout(plan, config.kind, modules, spec, file, copies, notes, tuple(vocabulary), tensor)
 
 
 def _finite(file: AdapterTensors, name: str, dtype: Dtype, rows: Sequence[int] | None = None) -> tuple[Array, float]:
