@@ -19,6 +19,7 @@ from caraserve.model.folder_reader import FolderReader
 from caraserve.model.formats import TensorReader
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.rope import frequencies_note
+from caraserve.model.sentence_format import read_sentence_format
 from caraserve.telemetry.progress import CompileProgress, progress
 from caraserve.telemetry.trace import Trace
 from caraserve.util.memory import free_bytes
@@ -204,6 +205,7 @@ def build_cuda_backend(
         padded_rank=lora.padded_rank,
         merging=lora.mode.merges,
         lora_cpus=lora_cpus,
+        averages=read_sentence_format(model.model).pooling == "mean",
     )
     backend = CudaBackend(plan, weights, sizes, device, trace)
     try:

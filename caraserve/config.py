@@ -207,6 +207,17 @@ class LoraConfig(Config):
         **_FILE | {"metavar": "ROOT", "action": "append", "default": []},
         help="allow loading adapters from ROOT at run time, besides --adapters-dir; may be repeated",
     )
+    require_base_name: bool = option(
+        False,
+        **_SWITCH,
+        help="reject adapters whose base_model_name_or_path is missing or names another model than the one served",
+    )
+    adapter_chat_templates: bool = option(
+        False,
+        **_SWITCH,
+        help="use the chat template in an adapter's folder for its chats, unless one was set over HTTP; with peers, "
+        "give it to all",
+    )
     max_lora_rank: int | None = option(
         **_COUNT | {"metavar": "RANK"}, help="reject adapters of higher rank; reserves no memory (default: no limit)"
     )

@@ -375,7 +375,8 @@ class Engine:
             active.send_prompt_scores(row, result)
         token = result.token_id
         if result.embedding is not None:
-            self._finish(active, "stop", embedding=result.embedding)
+            if (embedding := active.pool(row, result.embedding)) is not None:
+                self._finish(active, "stop", embedding=embedding)
             return
         if token is None:
             if request.inputs.params.max_tokens == 0 and row.start + row.count == request.prompt_tokens:

@@ -33,6 +33,7 @@ from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog, CatalogRules
 from caraserve.lora.folder_contents import why_alias
+from caraserve.lora.folder_templates import FolderTemplates
 from caraserve.lora.folder_watch import FolderWatch
 from caraserve.lora.management import AdapterManagement
 from caraserve.lora.manager import AdapterManager
@@ -52,6 +53,7 @@ from caraserve.start_checks import (
     check_routing,
     client_tls,
     exposure,
+    served_base,
     why_not_adapter,
 )
 from caraserve.telemetry.background import BackgroundTasks
@@ -198,6 +200,7 @@ async def build_engine(
         keep_on_device=mode.preloads,
         max_rank=lora_config.max_lora_rank,
         watched=lora_config.adapters_dir and lora_config.adapters_dir.resolve(),
+        base=served_base(model_config, lora_config, names, tokenizer),
     )
     catalog = Catalog(plan, registry, manager, reader, rules, observers.adapters, observers.uploads)
     most_bytes = min(rules.device_bytes, rules.host_bytes)
@@ -205,11 +208,14 @@ async def build_engine(
     stack.push_async_callback(uploads.close)
     replicated = ReplicatedSettings(registry, observers.settings)
     stack.push_async_callback(replicated.close)
-    settings = SettingsStore(replicated, catalog, read_defaults)
+    takes_templates = rules.base.takes_templates
+    settings = SettingsStore(replicated, catalog, read_defaults, takes_folder_templates=takes_templates)
     stack.push_async_callback(settings.close)
     aliases = Aliases(replicated, lambda name: catalog.find(name) is not None)
     management = AdapterManagement(uploads, aliases, settings)
     complaints = _add_adapters(catalog, aliases, lora_config)
+    if takes_templates:
+        await FolderTemplates(rules.base, settings).take_all(catalog)
     metrics.show(manager.counters.families)
     metrics.show(tokenizer.families)
     engine = Engine(

@@ -1,6 +1,7 @@
 """Checks of paths, names and certificates before weights are read."""
 
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 
 from caraserve.cluster.membership.dns import is_loopback
@@ -8,7 +9,11 @@ from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.adapter_rules import check_adapter_name
 from caraserve.errors import ConfigError
 from caraserve.http.tls_files import PemFile, TlsFiles, load_files
+from caraserve.lora.base_names import Likeness, likeness, names_of_base
 from caraserve.lora.folder_contents import NO_ADAPTERS, why_no_adapter
+from caraserve.lora.served_base import ServedBase
+from caraserve.model.families import read_config
+from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.cache_folder import why_unwritable
 
 
@@ -85,15 +90,34 @@ def check_names(model: ModelConfig, lora: LoraConfig, base_names: tuple[str, ...
     names = [module.name for module in lora.lora_modules]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"--lora-modules names the adapter {min(twice)!r} twice")
-    ours = {name.rpartition("/")[2] for name in (*base_names, str(model.model.resolve()))}
+    ours = names_of_base([*base_names, str(model.model.resolve())])
     for module in lora.lora_modules:
         for name in base_names:
             check_adapter_name(module.name, name)
-        if module.base_model is not None and module.base_model.rstrip("/").rpartition("/")[2] not in ours:
+        if module.base_model is not None and likeness(module.base_model, ours) is Likeness.OTHER:
             raise ConfigError(
                 f"adapter {module.name!r} says that its base model is {module.base_model!r}; "
                 f"{base_names[0]!r} is served here"
             )
+
+
+def served_names(model: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the base model's names with which adapters' are compared: those in the API, its folder's, and the one in
+    config.json."""
+    assert model.model is not None
+    given = read_config(model.model).get("_name_or_path")
+    return names_of_base([*names, str(model.model.resolve()), *([given] if isinstance(given, str) else [])])
+
+
+def served_base(model: ModelConfig, lora: LoraConfig, names: Sequence[str], tokenizer: Tokenizer) -> ServedBase:
+    """Returns the base model with which adapters' folders are compared. `names`: in the API."""
+    return ServedBase(
+        served_names(model, names),
+        tokenizer.info.get("chat_template"),
+        tokenizer.has_token,
+        requires_name=lora.require_base_name,
+        takes_templates=lora.adapter_chat_templates,
+    )
 
 
 def client_tls(http: HttpConfig, cluster: ClusterConfig) -> TlsFiles | None:

@@ -107,6 +107,7 @@ def submit(
     cache_salt: str = "",
     priority: int = 0,
     embeds: bool = False,
+    averages: bool = False,
     prompt_embeds: PromptEmbeds | None = None,
     **params: object,
 ) -> "asyncio.Task[Answer]":
@@ -122,6 +123,7 @@ def submit(
         cache_salt=cache_salt,
         priority=priority,
         embeds=embeds,
+        averages=averages,
         prompt_embeds=prompt_embeds,
     )
     stream = engine.submit(asked)
@@ -144,7 +146,7 @@ def submit(
 
 
 def embed(
-    engine: Engine, prompt: Sequence[int], adapter: str | None = None, *, cache_salt: str = ""
+    engine: Engine, prompt: Sequence[int], adapter: str | None = None, *, cache_salt: str = "", averages: bool = False
 ) -> "asyncio.Task[Answer]":
-    """Starts a request for the embedding of a prompt."""
-    return submit(engine, prompt, adapter, cache_salt=cache_salt, embeds=True, max_tokens=0)
+    """Starts a request for the embedding of a prompt, or for the mean of all its hidden states."""
+    return submit(engine, prompt, adapter, cache_salt=cache_salt, embeds=True, averages=averages, max_tokens=0)

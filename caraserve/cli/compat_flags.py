@@ -71,7 +71,9 @@ _OWN_LOG = "the log is this server's own; see --log-level and --log-format"
 _GRAPHS = "graphs are captured where they help; see --enforce-eager"
 _TOOLS = "a request's tools and tool_choice decide"
 _GRAMMARS = "llguidance enforces schemas, expressions and grammars"
-_ROUTES = "one server generates text and answers /v1/embeddings, /v1/score and /v1/rerank, without an option"
+_ROUTES = (
+    "one server generates text and answers /v1/embeddings, /v1/classify, /v1/score and /v1/rerank, without an option"
+)
 _ADAPTER_MEMORY = "adapters are bounded by bytes, not by number: see --max-host-adapters-bytes"
 _CORS = "--allowed-origins alone decides"
 
@@ -103,9 +105,9 @@ FLAGS = (
     _only("--tokenizer-mode", "auto hf fast", "only tokenizer.json is read"),
     _only("--config-format", "auto hf", "only config.json is read"),
     _any("--model-impl --vllm-model-impl", "there is one implementation"),
-    _only("--task --runner", "auto generate text-generation text_generation embed embedding score pooling",
-          f"classification, reward models and transcription are not served; {_ROUTES}", _ROUTES),
-    _only("--convert", "auto none embed", f"classifiers are not served; {_ROUTES}", _ROUTES),
+    _only("--task --runner", "auto generate text-generation text_generation embed embedding score "
+          "classify pooling", f"reward models and transcription are not served; {_ROUTES}", _ROUTES),
+    _only("--convert", "auto none embed classify", f"reward models are not served; {_ROUTES}", _ROUTES),
     _only("--backend", "auto vllm", "this server computes the model itself, by no other library: leave the option out"),
     _only("--generation-config", "auto", "defaults of sampling are those of generation_config.json; send others with "
           "each request"),

@@ -26,6 +26,7 @@ from caraserve.http.server import bind
 from caraserve.lora.catalog import above_max_rank
 from caraserve.lora.peft import check_layout
 from caraserve.lora.registry import Registry
+from caraserve.lora.served_base import ServedBase
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.families import load_plan
 from caraserve.model.plan import DecoderPlan
@@ -40,6 +41,7 @@ from caraserve.start_checks import (
     check_routing,
     client_tls,
     exposure,
+    served_names,
     why_not_adapter,
 )
 from caraserve.telemetry.trace import check_writable
@@ -376,12 +378,13 @@ def _why_refused(path: Path, plan: DecoderPlan | None, model: ModelConfig, lora:
         return ""
     base = None if model.load_format == "dummy" else BaseTensors(model.model, plan)
     try:
-        rank = check_layout(path, plan, base).rank
+        spec = check_layout(path, plan, base)
     except CaraServeError as error:
         return error.message
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
-    refusal = above_max_rank(rank, lora.max_lora_rank)
+    served = ServedBase(served_names(model, base_names(model)), requires_name=lora.require_base_name)
+    refusal = above_max_rank(spec.rank, lora.max_lora_rank) or served.refusal(spec.trained_on)
     return "" if refusal is None else refusal.message
 
 

@@ -15,6 +15,7 @@ TOMBSTONE_S = 30 * 86_400.0
 MAX_SETTING = 120_000  # characters of an alias's or adapter's settings, packed: they fit into a frame between instances
 # Kinds of settings, and the most characters of one as JSON: two names; labels, and a chat template of 64 KiB.
 SETTING_KINDS = {"alias": 1 << 10, "adapter": 192 << 10}
+MAX_CHAT_TEMPLATE_BYTES = 64 << 10  # of an adapter
 MAX_LABELS, MAX_LABEL_CHARACTERS = 32, 256  # of an adapter, and of a label's value
 LABEL_NAME = "^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}$"
 MAX_INVOCATION_TOKENS = 256  # of an activated LoRA; published ones have about ten

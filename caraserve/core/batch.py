@@ -26,7 +26,8 @@ class ScheduledRow:
 
     `assist`: CPU workers may compute the LoRA of layers whose weights have not arrived on the device yet; otherwise the
     iteration waits for them. `samples`: a token for position start + count is drawn and stored in the slot's history.
-    `embeds`: the last token's hidden state after the final norm is returned; a row cannot sample and embed.
+    `embeds`: the last token's hidden state after the final norm is returned, with `averages` the sum of all tokens'; a
+    row cannot sample and embed.
     `prompt_logprobs`: how many alternatives to report for each of the positions (start, start + count] that lie inside
     the prompt. `matcher`: structured output; only a token that it allows is drawn, and the backend appends the token.
     """
@@ -40,6 +41,7 @@ class ScheduledRow:
     prompt_logprobs: int | None = None
     assist: bool = False
     embeds: bool = False
+    averages: bool = False
     matcher: "TokenMatcher | None" = None  # of a row that samples
 
 

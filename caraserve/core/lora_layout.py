@@ -22,12 +22,13 @@ import math
 import sys
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.core.score_head import ScoreHead
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.vocabulary import SIDES as SIDES
@@ -109,6 +110,9 @@ class AdapterSpec:
     invocation: tuple[int, ...] = ()  # of an activated LoRA: the tokens from which on it is active
     vocabulary: tuple[VocabularySpan, ...] = ()  # changes of the embedding, then of the head
     has_vectors: bool = False  # whether each module has a factor and a bias for every output
+    head: ScoreHead | None = None
+    # The base model's name in the configuration. It changes no answer, so the digest does not depend on it.
+    trained_on: str = field(default="", compare=False)
 
     @classmethod
     def of(

@@ -22,7 +22,8 @@ NOT_FINITE = -1  # in a token's place: a logit is infinite or not a number, so n
 @dataclass(frozen=True, slots=True)
 class Output:
     """Arrays [outputs]: index of the token in the batch, kind, and alternatives to report (-1: no log-probability).
-    `embedded`: index of each token whose hidden state is an embedding, [embeddings]; no output has the same token.
+    `embedded`: index of each token whose hidden state is an embedding, or a part of its mean, [embeddings]; no output
+    has the same token.
     `most_logprobs`: the largest number of alternatives."""
 
     token: NDArray[np.int64]
@@ -54,6 +55,11 @@ def scored_positions(row: ScheduledRow, prompt_tokens: int) -> range:
     return range(row.start, min(row.start + row.count, prompt_tokens - 1))
 
 
+def _num_embedded(row: ScheduledRow) -> int:
+    """Returns of how many last tokens of a row the hidden states are wanted."""
+    return row.count if row.averages else int(row.embeds)
+
+
 def outputs_of(rows: tuple[ScheduledRow, ...], prompt_tokens: NDArray[np.int64]) -> Output:
     """Returns the outputs of a batch. `prompt_tokens`: int64, by request slot."""
     tokens: list[int] = []
@@ -71,8 +77,7 @@ def outputs_of(rows: tuple[ScheduledRow, ...], prompt_tokens: NDArray[np.int64])
             kinds.append(SAMPLE if row.matcher is None else SAMPLE_MASKED)
             logprobs.append(-1 if row.logprobs is None else row.logprobs)
         first += row.count
-        if row.embeds:
-            embedded.append(first - 1)
+        embedded += range(first - _num_embedded(row), first)
     token, kind, wanted, at = (np.array(part, np.int64) for part in (tokens, kinds, logprobs, embedded))
     return Output(token, kind, wanted, at, most_logprobs=max([0, *logprobs]))
 
@@ -101,9 +106,8 @@ def collect(
     """Returns row results in the batch's order. `loads`: what missing weights have cost, by adapter slot. `failures`:
     of grammars, by request slot."""
     chosen = found.chosen[: len(outputs.token)].tolist()
-    embeddings = iter(found.embeddings)
     results = []
-    index = 0
+    index = embedded = 0
     for row in batch.rows:
         count = len(scored_positions(row, int(prompt_tokens[row.slot])))
         is_finite = NOT_FINITE not in chosen[index : index + count + row.samples]
@@ -114,7 +118,8 @@ def collect(
             token = chosen[index]
             scored = _scored(outputs, found, index) if row.logprobs is not None else None
         index += row.samples
-        embedding = _embedding(next(embeddings)) if row.embeds else None
+        states = found.embeddings[embedded : embedded + _num_embedded(row)]
+        embedding, embedded = _embedding(states) if row.embeds else None, embedded + len(states)
         is_finite = is_finite and (embedding is not None or not row.embeds)
         cost = (loads or {}).get(row.adapter_slot, NO_COST)
         failure = (failures or {}).get(row.slot)
@@ -134,8 +139,9 @@ def collect(
     return tuple(results)
 
 
-def _embedding(vector: NDArray[np.float32]) -> bytes | None:
-    """Returns the bytes of a row's embedding; None if one of its numbers is not finite."""
+def _embedding(states: NDArray[np.float32]) -> bytes | None:
+    """Returns the bytes of the sum of a row's hidden states; None if one of its numbers is not finite."""
+    vector = states[0] if len(states) == 1 else states.sum(axis=0)
     return vector.tobytes() if np.isfinite(vector).all() else None
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from caraserve.core.grammar import Grammar
+    from caraserve.core.score_head import ScoreHead
     from caraserve.errors import CaraServeError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -74,7 +75,8 @@ class GenerateRequest:
     """One prompt for one adapter (None: the base model). Within a tenant, requests of lower `priority` are served
     first.
 
-    `embeds`: the result is the embedding of the prompt, and no token is generated; `params.max_tokens` is 0.
+    `embeds`: the result is the embedding of the prompt, and no token is generated; `params.max_tokens` is 0. It is the
+    hidden state of the last token or, with `averages`, the mean of those of all tokens.
     """
 
     request_id: str
@@ -86,6 +88,7 @@ class GenerateRequest:
     cache_salt: str = ""
     priority: int = 0
     embeds: bool = False
+    averages: bool = False
     counts_prompt: bool = True  # False: another answer to the same prompt counts the prompt's tokens
     prompt_embeds: PromptEmbeds | None = None
 
@@ -152,6 +155,7 @@ class Finish:
     stop_reason: str | int | None = None
     error: "CaraServeError | None" = None
     served_by: str = ""  # `adapter@digest`, or the base model's name
+    head: "ScoreHead | None" = None  # of the adapter that has answered
 
 
 @dataclass(frozen=True, slots=True)

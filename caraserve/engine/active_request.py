@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from caraserve.core.backend import Limits
 from caraserve.core.batch import BASE_ADAPTER_SLOT, RowResult, ScheduledRow
 from caraserve.core.grammar import TokenMatcher
@@ -41,6 +44,7 @@ class ActiveRequest:
     published: int = 0  # KV blocks published
     reused: int = 0  # KV blocks found by their prefix when it last took a slot
     holds_adapter: bool = False  # whether `adapter` is acquired for it, since its admission
+    pooled: NDArray[np.float64] | None = None  # the sum of the hidden states so far
     assist: bool = False  # whether CPU workers may compute layers of `adapter` that have not arrived
     in_side_batch: bool = False  # whether a side batch with it is under way
     waits_for_whole_adapter: bool = False  # whether it starts only when all of its adapter is in host memory
@@ -191,6 +195,16 @@ class ActiveRequest:
             reason = "length"
         return TokenText(text, reason, stop_reason)
 
+    def pool(self, row: ScheduledRow, states: bytes) -> bytes | None:
+        """Adds the sum of a row's hidden states. Returns the embedding, if the prompt ends with the row."""
+        inputs, end = self.request.inputs, row.start + row.count
+        if not inputs.averages:
+            return states
+        added = np.frombuffer(states, np.float32).astype(np.float64)
+        # A preempted request begins again, with its first token: no block of another request is reused.
+        self.pooled = added if row.start == 0 or self.pooled is None else self.pooled + added
+        return (self.pooled / end).astype(np.float32).tobytes() if end == self.request.prompt_tokens else None
+
     def send_prompt_scores(self, row: ScheduledRow, result: RowResult) -> None:
         """Sends scores of prompt tokens, each once: a preempted request computes them again."""
         new = result.prompt_scored[max(0, self.prompt_scored - row.start) :]
@@ -224,6 +238,7 @@ class ActiveRequest:
             stop_reason=stop_reason,
             error=error,
             served_by=self.stream.served_by(),
+            head=None if self.adapter is None or self.adapter.spec is None else self.adapter.spec.head,
         )
         text += self.detokenizer.flush()
         self.stream.put(TokenDelta(text, token_ids, logprobs, finish=finish, embedding=embedding))

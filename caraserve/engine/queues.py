@@ -190,7 +190,10 @@ class RequestQueues:
         if start is None:
             return False
         is_copied = active.adapter.tier is AdapterTier.COPYING
-        active.assist = start.assist or (is_copied and self._helps_late_layers and not active.is_activated)
+        # The mean of all tokens is computed in iterations: an assisted prefill returns its last chunk's results alone.
+        may_help = not (active.request.inputs.averages and self._limits.assisted_batches)
+        helps_late = is_copied and self._helps_late_layers and not active.is_activated
+        active.assist = may_help and (start.assist or helps_late)
         self._note_choice(active, active.adapter, start)
         return self._is_time(start, begins_s)
 

@@ -184,7 +184,8 @@ def _row(request: Request, count: int, adapter_slot: int, limits: Limits) -> Sch
         samples=samples,
         logprobs=params.logprobs if samples else None,
         prompt_logprobs=params.prompt_logprobs if _wants_scores(request) else None,
-        embeds=request.inputs.embeds and ends_prompt,
+        embeds=request.inputs.embeds and (ends_prompt or request.inputs.averages),
+        averages=request.inputs.averages,
     )
 
 

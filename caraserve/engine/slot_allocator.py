@@ -62,7 +62,8 @@ class SlotAllocator:
         digest = active.adapter.digest if active.adapter and not request.base_tokens else None
         key = root_key(digest, request.inputs.cache_salt, request.inputs.tenant)
         blocks: list[int] = []
-        if not self._prefix_caching or request.inputs.params.prompt_logprobs is not None:
+        needs_all = request.inputs.params.prompt_logprobs is not None or request.inputs.averages
+        if not self._prefix_caching or needs_all:
             return blocks, key
         while (len(blocks) + 1) * size < len(tokens):
             held = tokens[len(blocks) * size : (len(blocks) + 1) * size]

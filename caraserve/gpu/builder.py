@@ -78,6 +78,7 @@ class GpuSizes:
     merging: bool = False
     lora_cpus: tuple[int, ...] = ()  # cores that CPU LoRA workers are pinned to
     pool_bytes: int | None = None  # None: all memory that is left
+    averages: bool = False  # whether embeddings are means of all tokens' hidden states
 
 
 class BackendParts:
@@ -247,7 +248,9 @@ def _capacities(plan: DecoderPlan, weights: Weights, sizes: GpuSizes) -> tuple[C
     widths = {attention.head_dim for attention in plan.attentions}
     tile_tokens = min(ATTENTION.prefill.tile_tokens(weights.dtype, width) for width in widths)
     outputs = align_up(sizes.max_step_tokens + sizes.num_slots, 16)  # every token scored, every row sampled
-    iterations = Capacity(sizes.max_step_tokens, sizes.num_slots, outputs, tile_tokens, sizes.adapter_slots - 1)
+    iterations = Capacity(
+        *(sizes.max_step_tokens, sizes.num_slots, outputs, tile_tokens, sizes.adapter_slots - 1), sizes.averages
+    )
     chunk = align_up(ASSISTED_CHUNK_TOKENS + 1, 16)
     return iterations, Capacity(ASSISTED_CHUNK_TOKENS, 1, chunk, tile_tokens, 1)
 
@@ -265,7 +268,7 @@ def _host_memory(
     plan: DecoderPlan, dtype: Dtype, sizes: GpuSizes, capacities: Sequence[Capacity], driver: Driver
 ) -> tuple[HostRegion, RegisteredMemory]:
     most_outputs = max(capacity.outputs for capacity in capacities)
-    embeddings_bytes = sizes.num_slots * plan.hidden * dtype.itemsize
+    embeddings_bytes = max(capacity.embedded for capacity in capacities) * plan.hidden * dtype.itemsize
     # The last 4 bytes are an assisted chunk's error word.
     block_bytes = result_bytes(most_outputs) + align_up(embeddings_bytes, 4) + 64
     blocks = _ITERATIONS_AHEAD + SYNC_SLOTS

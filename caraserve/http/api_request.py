@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from aiohttp import web
 
 from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, TokenDelta
+from caraserve.core.score_head import MAX_CLASSES
 from caraserve.errors import CaraServeError
 from caraserve.http.body.field_types import Fields
 from caraserve.http.body.json_reader import Body
@@ -125,7 +126,7 @@ def _most_part_bytes(request: GenerateRequest, embedding_size: int) -> int:
     """The largest size of one engine request's part of an answer."""
     params, prompt_tokens = request.params, len(request.prompt_ids)
     if request.embeds:
-        return _CHOICE_BYTES + embedding_size * _NUMBER_BYTES
+        return _CHOICE_BYTES + max(embedding_size, MAX_CLASSES) * _NUMBER_BYTES
     entries = prompt_tokens + params.max_tokens
     if params.logprobs is not None:
         entries += params.max_tokens * (1 + params.logprobs)

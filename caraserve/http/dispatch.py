@@ -32,7 +32,13 @@ from caraserve.errors import (
     ServerBusy,
     Unreachable,
 )
-from caraserve.http.access.adapter_choice import BASE_MODEL, AdapterFinder, ChosenAdapter, settings_of
+from caraserve.http.access.adapter_choice import (
+    BASE_MODEL,
+    AdapterFinder,
+    chosen_adapter,
+    find_named,
+    settings_of,
+)
 from caraserve.http.api_request import ApiRequest, ReceivedBody
 from caraserve.http.body.field_types import Fields
 from caraserve.http.body.json_reader import Body, parse_object
@@ -200,7 +206,8 @@ async def _answer_verified(
     # The sender has resolved the model's name; this instance may not know it yet.
     chosen = BASE_MODEL
     if claims.adapter is not None:
-        chosen = ChosenAdapter(claims.adapter, settings_of(request.app[CONTEXT], claims.adapter).defaults)
+        context = request.app[CONTEXT]
+        chosen = chosen_adapter(context, claims.adapter, find_named(context, claims.adapter))
         if chosen.defaults.digest != claims.defaults_digest:
             return _refused(engine, selector, Refusal("no-adapter", _NEVER))
     find: AdapterFinder = lambda model: BASE_MODEL if model in engine.base_names else chosen  # noqa: E731
@@ -321,7 +328,7 @@ class _RoutedRequest:
             attempts.id,
             adapter,
             digest,
-            settings.defaults.digest,
+            settings.request_defaults.digest,
             received.drawn_seed,
             self._api_request.stream,
             self._api_request.most_answer_bytes(len(received.raw), self._request.app[CONTEXT].engine.embedding_size),

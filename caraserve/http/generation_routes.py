@@ -14,6 +14,7 @@ from caraserve.http.api_request import ApiRequest, StreamFormat
 from caraserve.http.apis.anthropic_messages import MessagesStream, error_object, error_status, parse_message
 from caraserve.http.apis.chat import MAX_NUMBERS, parse_chat
 from caraserve.http.apis.choices import OpenAiStream
+from caraserve.http.apis.classify import parse_classify
 from caraserve.http.apis.completions import parse_completion
 from caraserve.http.apis.embeddings import parse_embeddings
 from caraserve.http.apis.openai_responses import ResponsesStream, parse_response
@@ -65,6 +66,7 @@ _ROUTES = (
     GenerationRoute("/v1/responses", parse_response, ResponsesStream(), MAX_NUMBERS),
     GenerationRoute(_MESSAGES, parse_message, MessagesStream(), MAX_NUMBERS),
     GenerationRoute("/v1/embeddings", parse_embeddings, _CHUNKS, samples=False),
+    *(GenerationRoute(f"{prefix}/classify", parse_classify, _CHUNKS, samples=False) for prefix in ("/v1", "")),
     *(GenerationRoute(f"{prefix}/score", parse_score, _CHUNKS, samples=False) for prefix in ("/v1", "")),
     *(GenerationRoute(f"{prefix}/rerank", parse_rerank, _CHUNKS, samples=False) for prefix in ("/v1", "", "/v2")),
 )

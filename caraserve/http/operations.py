@@ -121,14 +121,20 @@ _MESSAGES_MESSAGE = whole_object(
         **_each("input_tokens cache_creation_input_tokens cache_read_input_tokens output_tokens", INTEGER)
     ),
 )
-_CARD = whole_object(
+_FACTS = {
+    "trained_on": or_null(STRING),
+    **_each("other_base own_chat_template", BOOLEAN),
+    **_each("added_tokens num_classes", INTEGER),
+}
+_BASE_CARD = {
     **_each("id owned_by root", STRING),
-    object={"const": "model"},
+    "object": {"const": "model"},
     **_each("created max_model_len", INTEGER),
-    parent=or_null(STRING),
-    rank=or_null(INTEGER),
-    permission=list_of({}),
-)
+    "parent": or_null(STRING),
+    "rank": or_null(INTEGER),
+    "permission": list_of({}),
+}
+_CARD = object_of(tuple(_BASE_CARD), **_BASE_CARD, **_FACTS)  # the base model's card has no facts
 _ALIAS = whole_object(object={"const": "alias"}, **_each("name adapter", STRING), previous=or_null(STRING))
 _IN_LIST = {
     "object": {"const": "adapter"},
@@ -137,14 +143,21 @@ _IN_LIST = {
     "tier": one_of("device", "host", "disk", "peer", "upload"),
     "pinned": or_null(one_of(*PINS)),
     "labels": OBJECT | {"additionalProperties": STRING},
+    **_FACTS,
 }
-_DEFAULTS = {"chat_template": or_null(STRING), "stop": or_null(list_of(STRING)), "sampling": or_null(OBJECT)}
+_DEFAULTS = {
+    **_each("chat_template folder_chat_template", or_null(STRING)),
+    "stop": or_null(list_of(STRING)),
+    "sampling": or_null(OBJECT),
+}
 _ADAPTER = _json(whole_object(**_IN_LIST, **_DEFAULTS))
+_UPLOADED = _json(whole_object(**_IN_LIST, **_DEFAULTS, skipped_files=list_of(STRING)))
 _REFUSED = whole_object(object={"const": "refused_adapter"}, **_each("name reason", STRING), since=INTEGER)
 _PROMPT_USAGE = whole_object(**_each("prompt_tokens total_tokens", INTEGER), completion_tokens={"const": 0})
 _EMBEDDED_HEAD = {**_each("id model", STRING), "created": INTEGER, "usage": _PROMPT_USAGE}
 _EMBEDDING = whole_object(object={"const": "embedding"}, index=INTEGER, embedding=any_of(list_of(_NUMBER), STRING))
 _SCORE = whole_object(object={"const": "score"}, index=INTEGER, score=_NUMBER)
+_CLASSIFIED = whole_object(**_each("index num_classes", INTEGER), label=STRING, probs=list_of(_NUMBER))
 _RANKED = object_of(
     ("index", "relevance_score"), index=INTEGER, relevance_score=_NUMBER, document=whole_object(text=STRING)
 )
@@ -270,6 +283,9 @@ _TABLE = (
         is_messages=True,
     ),
     *_embeddings("/v1/embeddings", "Embeds texts.", body.EMBEDDINGS, "input", _list(_EMBEDDING, **_EMBEDDED_HEAD)),
+    *_embeddings(
+        "/v1/classify /classify", "Classifies texts.", body.CLASSIFY, "input", _list(_CLASSIFIED, **_EMBEDDED_HEAD)
+    ),
     *_embeddings("/v1/score /score", "Compares texts.", body.SCORE, "", _list(_SCORE, **_EMBEDDED_HEAD)),
     *_embeddings(
         "/v1/rerank /rerank /v2/rerank", "Sorts documents by a query.", body.RERANK, "query documents", _RANKING
@@ -293,7 +309,7 @@ _TABLE = (
     Operation(
         "PUT /v1/adapters/{name}",
         adapters.put_adapter,
-        _ADAPTER,
+        _UPLOADED,
         raises=_VERSION_ERRORS,
         parameters=_UPLOAD,
         takes_bytes=True,

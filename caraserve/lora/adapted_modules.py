@@ -16,6 +16,7 @@ from caraserve.lora.joined_modules import NamedModule, NamedUpdate, joined, othe
 from caraserve.lora.kinds import AdapterKind
 from caraserve.lora.peft_config import PeftConfig
 from caraserve.lora.peft_fields import refusal
+from caraserve.lora.score_heads import is_of_head
 from caraserve.lora.tensor_names import is_ignored, normalised, saved_tensor
 from caraserve.lora.vocabulary import vocabulary_tensor
 from caraserve.model.base_tensors import BaseTensors
@@ -60,7 +61,7 @@ def find_tensors(
     found, adapters = FoundTensors(), set[str]()
     known: set[str] = set(plan.adapter_modules)
     shared = {f"base_model.{one}": one for one in kind.shared}
-    for name in file.names:
+    for name in (name for name in file.names if not is_of_head(name)):
         if name in shared:
             continue
         match = kind.tensor_name.fullmatch(normalised(name))

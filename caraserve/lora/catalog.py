@@ -8,12 +8,13 @@ import functools
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from caraserve.core.adapter_facts import NO_FACTS, AdapterFacts
 from caraserve.core.adapter_rules import DIGEST, check_adapter_name
 from caraserve.core.lora_layout import MAX_RANK, AdapterSpec
 from caraserve.errors import AdapterBusy, AdapterRejected, CaraServeError, ConfigError, Forbidden, NotFound
@@ -24,11 +25,14 @@ from caraserve.lora.folder_contents import RefusedFolders, changed_s, stamp
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import resolve_adapter_path
 from caraserve.lora.registry import UNLOADED, UPLOADING, AdapterInfo, Registry
+from caraserve.lora.served_base import ANY_BASE, ServedBase, facts_so_far
 from caraserve.lora.turns import LONGEST_WAIT_S, Turns
 from caraserve.model.plan import DecoderPlan
 
 T = TypeVar("T")
 AdapterObserver = Callable[[str, AdapterInfo | None], None]
+AdapterPreparation = Callable[[str, AdapterFolder], Awaitable[None]]
+"""Prepares what requests of an adapter need, before its name stands for it. Raises CaraServeError."""
 
 _ANYWHERE = (Path("/"),)  # adapters given at the start may be in any folder
 _RETRY_S = 1.0
@@ -47,6 +51,7 @@ class CatalogRules:
     keep_on_device: bool  # modes `cached` and `merged`: every adapter is loaded at once and stays
     max_rank: int | None = None  # adapters above it are refused
     watched: Path | None = None  # --adapters-dir
+    base: ServedBase = ANY_BASE
 
 
 def above_max_rank(rank: int, most: int | None) -> AdapterRejected | None:
@@ -75,6 +80,7 @@ class Catalog:
         self.folders, self.refused = AdapterFolders(), RefusedFolders(rules.roots)
         self._spec, self._registry = plan, registry
         self._reader, self._observers, self._upload_observers = reader, observers, upload_observers
+        self.preparations: list[AdapterPreparation] = []  # before a name stands for an adapter loaded at run time
         self._infos: dict[str, AdapterInfo] = {}
         self._uploading: dict[str, AdapterInfo] = {}  # with a random digest; not in `_infos`
         self._changes = Turns(_change_refused, of_key=1, waiting=_MOST_CHANGES)  # of names
@@ -119,7 +125,7 @@ class Catalog:
             info = await self._on_thread(self._inspect, name, folder)
             old = self._infos.get(name)
             is_same = old is not None and old.digest == info.digest
-            if old is not None and is_same and old.targets:
+            if old is not None and is_same and old.targets and old.facts == info.facts:
                 return old
             if old is not None and not (inplace or is_same):  # an adapter of other instances gets a local folder now
                 raise AdapterRejected(
@@ -129,26 +135,28 @@ class Catalog:
             await self._register(info, folder)
             return info
 
-    def adopt(self, name: str, digest: str, rank: int, num_bytes: int) -> None:
+    def adopt(self, name: str, digest: str, rank: int, num_bytes: int, facts: AdapterFacts = NO_FACTS) -> None:
         """Points a name at an adapter that was registered on another instance, from where its bytes are downloaded when
         a request needs them. Raises AdapterRejected or Forbidden for an adapter that this instance cannot serve; the
         name is then unregistered here, because its former adapter is out of date."""
         try:
-            self._refuse_unservable(name, digest, rank, num_bytes)
+            self._refuse_unservable(name, digest, rank, num_bytes, facts)
         except CaraServeError:
             if self._infos.pop(name, None) is not None:
                 self.manager.unregister(name)
             raise
-        self._infos[name] = AdapterInfo(name, digest, digest, rank, (), num_bytes, created_s=time.time())
+        created_s = time.time()
+        self._infos[name] = AdapterInfo(name, digest, digest, rank, (), num_bytes, created_s, facts=facts)
+        self.rules.base.report(name, facts)
         self.manager.register(name, digest, RemoteSource(digest), num_bytes)
         self._replace_upload(name)
 
-    def _refuse_unservable(self, name: str, digest: str, rank: int, num_bytes: int) -> None:
+    def _refuse_unservable(self, name: str, digest: str, rank: int, num_bytes: int, facts: AdapterFacts) -> None:
         self._refuse_if_all_stay()
         self._check_name(name)
         if not (DIGEST.fullmatch(digest) and 0 < rank <= MAX_RANK and num_bytes > 0):
             raise AdapterRejected(f"the adapter {name!r} was registered by another version of this program")
-        if (refusal := self._refusal(rank, num_bytes)) is not None:
+        if (refusal := self._refusal(rank, num_bytes, facts.trained_on)) is not None:
             raise refusal
 
     async def unload(self, name: str, is_wanted: Callable[[], bool] = lambda: True) -> None:
@@ -205,9 +213,9 @@ class Catalog:
         self._refuse_if_all_stay()
         self._check_name(name, "name")
 
-    def refuse_too_large(self, spec: AdapterSpec) -> None:
+    def refuse_unservable(self, spec: AdapterSpec) -> None:
         """Raises AdapterRejected for an adapter that can never be served."""
-        if (refusal := self._refusal(spec.rank, spec.num_bytes)) is not None:
+        if (refusal := self._refusal(spec.rank, spec.num_bytes, spec.trained_on)) is not None:
             raise refusal
 
     def begin_upload(self, name: str, source: UploadSource, spec: AdapterSpec) -> AdapterInfo | None:
@@ -217,7 +225,9 @@ class Catalog:
             return None
         digest = secrets.token_hex(32)
         info = self._uploading[name] = AdapterInfo(
-            name, digest, str(self.rules.roots[0] / name), spec.rank, (), spec.num_bytes, time.time(), state=UPLOADING
+            *(name, digest, str(self.rules.roots[0] / name), spec.rank, (), spec.num_bytes, time.time()),
+            state=UPLOADING,
+            facts=facts_so_far(spec),
         )
         self.manager.register(name, digest, source, spec.num_bytes)
         self._notify(self._upload_observers, name, info)
@@ -242,14 +252,16 @@ class Catalog:
         if self._uploading.pop(name, None) is not None:
             self._notify(self._upload_observers, name, None)
 
-    async def add_stored(self, name: str, spec: AdapterSpec, folder: AdapterFolder) -> AdapterInfo:
+    async def add_stored(self, name: str, spec: AdapterSpec, facts: AdapterFacts, folder: AdapterFolder) -> AdapterInfo:
         """Points a name at an adapter whose folder has just been stored and checked, for a caller that is `changing`
         the name. Raises CaraServeError if the registry cannot be written."""
-        info = _info_of(name, spec, folder.path, await self._on_thread(stamp, folder.path))
+        info = _info_of(name, spec, facts, folder.path, await self._on_thread(stamp, folder.path))
         await self._register(info, folder)
         return info
 
     async def _register(self, info: AdapterInfo, folder: AdapterFolder) -> None:
+        for prepare in self.preparations:
+            await prepare(info.name, folder)
         await self._on_thread(self._registry.put, info)
         self._add(info, folder)
         self._notify(self._observers, info.name, info)
@@ -298,7 +310,9 @@ class Catalog:
         known = self._registry.get(name)
         if known is None or (known.path, known.stamp) != (os.path.realpath(path), stamp(path)):
             return None
-        if (refusal := self._refusal(known.rank, known.num_bytes)) is not None:
+        if not self._registry.knows_facts(name):
+            return None
+        if (refusal := self._refusal(known.rank, known.num_bytes, known.facts.trained_on)) is not None:
             raise refusal
         if known.state != UNLOADED:
             return known
@@ -358,8 +372,13 @@ class Catalog:
         if folder is None or stamp(folder) != info.stamp:
             self.refused.note(info.name, "its files are gone or have changed; load it again to use it")
             return f"adapter {info.name!r}: {info.path} is gone or has changed; load it again to use it"
-        if (refusal := self._refusal(info.rank, info.num_bytes)) is not None:
-            return f"adapter {info.name!r}: {refusal.message}"
+        try:
+            if not self._registry.knows_facts(info.name):
+                info = replace(info, facts=self._inspect(info.name, AdapterFolder(folder)).facts)
+            if (refusal := self._refusal(info.rank, info.num_bytes, info.facts.trained_on)) is not None:
+                raise refusal
+        except CaraServeError as error:
+            return f"adapter {info.name!r}: {error.message}"
         self._add(info)
         return None
 
@@ -367,6 +386,7 @@ class Catalog:
         self._infos[info.name] = info
         self._unloaded.pop(info.name, None)
         self.refused.forget(info.name)
+        self.rules.base.report(info.name, info.facts)
         folder = folder or self.folders.at(Path(info.path))
         self.manager.register(info.name, info.digest, folder, info.num_bytes)
         if self.rules.keep_on_device:
@@ -381,13 +401,16 @@ class Catalog:
             with folder.opened() as path:
                 before = stamp(path)
                 spec = self._reader.inspect(name, path)
+                facts = self.rules.base.facts_of(path, spec)
         except OSError as error:
             raise AdapterRejected(f"the adapter's folder cannot be read: {error.strerror}") from None
-        self.refuse_too_large(spec)
-        return _info_of(name, spec, folder.path, before)
+        self.refuse_unservable(spec)
+        return _info_of(name, spec, facts, folder.path, before)
 
-    def _refusal(self, rank: int, num_bytes: int) -> AdapterRejected | None:
-        """Returns why an adapter of this rank and size can never be served, or None if it can."""
+    def _refusal(self, rank: int, num_bytes: int, trained_on: str) -> AdapterRejected | None:
+        """Returns why an adapter of this rank, size and base model can never be served, or None if it can."""
+        if (refusal := self.rules.base.refusal(trained_on)) is not None:
+            return refusal
         if (refusal := above_max_rank(rank, self.rules.max_rank)) is not None:
             return refusal
         if num_bytes > self.rules.device_bytes:
@@ -432,6 +455,6 @@ def _change_refused(name: str, has_many: bool) -> AdapterBusy:
     return AdapterBusy(f"{reason}; try again", retry_after_s=_RETRY_S)
 
 
-def _info_of(name: str, spec: AdapterSpec, folder: Path, stamped: str) -> AdapterInfo:
+def _info_of(name: str, spec: AdapterSpec, facts: AdapterFacts, folder: Path, stamped: str) -> AdapterInfo:
     sizes = spec.rank, spec.targets, spec.num_bytes
-    return AdapterInfo(name, spec.digest, str(folder), *sizes, created_s=time.time(), stamp=stamped)
+    return AdapterInfo(name, spec.digest, str(folder), *sizes, created_s=time.time(), stamp=stamped, facts=facts)

@@ -18,6 +18,10 @@ MISTRAL_NAMES = ("params.json", "lora.safetensors")
 # The files of an adapter, by the programs that write them; the last one has the tensors.
 _FILES = ((CONFIG_NAME, TENSORS_NAME), (CONFIG_NAME, TORCH_NAME), (CONFIG_NAME, MLX_NAME), MISTRAL_NAMES)
 GGUF_SUFFIX = ".gguf"  # of a file with both
+TEMPLATE_NAME, TOKENIZER_CONFIG_NAME = "chat_template.jinja", "tokenizer_config.json"
+TOKENIZER_NAME, ADDED_TOKENS_NAME = "tokenizer.json", "added_tokens.json"
+TEXTS = (TEMPLATE_NAME, TOKENIZER_CONFIG_NAME, TOKENIZER_NAME, ADDED_TOKENS_NAME)  # that are read if they are there
+TEMPLATE_TEXTS = (TEMPLATE_NAME, TOKENIZER_CONFIG_NAME)  # on which answers may depend
 _PICKLES = ("adapter_model.pt", "adapter_model.pth")
 NO_ADAPTERS = ("lost+found",)  # folders that file systems have
 _MOST_ENTRIES = 200  # of a folder, that are looked at
@@ -45,11 +49,18 @@ def _gguf_files(folder: Path) -> list[str]:
 
 
 def stamp(folder: Path) -> str:
-    """Returns the sizes and times of an adapter's files, which change with the files; empty if one is missing."""
+    """Returns the sizes and times of an adapter's files, which change with the files; empty if one is missing. Those of
+    its chat template count too, if there is one."""
+    where = os.fspath(folder)  # text: 20,000 folders are looked at by turns
     try:
-        stats = [(folder / name).stat() for name in files_of(folder)]
+        stats = [os.stat(f"{where}/{name}") for name in files_of(folder)]
     except OSError:
         return ""
+    for name in TEMPLATE_TEXTS if stats else ():
+        try:
+            stats.append(os.stat(f"{where}/{name}"))
+        except OSError:
+            continue
     return ",".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in stats)
 
 

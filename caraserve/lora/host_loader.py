@@ -141,6 +141,7 @@ class HostLoader:
             self._device_loader.read_failed(adapter, result)
         else:
             self._host_cache.keep(adapter.digest, result)
+            adapter.spec = result.spec  # complete: while it arrived, its score head had no numbers
             self._device_loader.image_arrived(adapter, result)
         adapter.partial = None
         self.schedule_pending()

@@ -1,14 +1,15 @@
 """The manifest of an adapter: a description of all its bytes, whose hash is the adapter's digest. No I/O.
 
     digest = sha256(manifest),   manifest = dtype, modules with rank and scale, sha256 of each chunk of the image,
-                                            and, if there are any, invocation tokens, changes of the
-                                            vocabulary, and that modules have vectors
+                                            and, if there are any, invocation tokens, changes of the vocabulary, that
+                                            modules have vectors, and the score head
 
 The image is laid out as in `core/lora_layout.py`, the same on every instance. A manifest from another instance holds no
 offsets, because they follow from the modules. Chunks follow the layers, so an image can be verified chunk by chunk
 while it is downloaded, from its first layer on, from any number of instances.
 """
 
+import base64
 import hashlib
 import json
 import math
@@ -26,6 +27,7 @@ from caraserve.core.lora_layout import (
     RankAndScale,
     VocabularyChange,
 )
+from caraserve.core.score_head import ACTIVATIONS, MAX_CLASS_CHARACTERS, MAX_CLASSES, MAX_HEAD_BYTES, ScoreHead
 from caraserve.errors import AdapterRejected
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
@@ -83,9 +85,27 @@ def manifest_of(spec: AdapterSpec) -> bytes:
     modules = list(dict.fromkeys((*span.module, span.rank, span.scale) for span in spec.spans))
     chunks = [one.hex() for one in spec.chunks]
     changes = [(one.change.side, one.change.rank, one.change.scale, one.change.tokens) for one in spec.vocabulary]
-    more = {"invocation": spec.invocation, "vocabulary": changes, "vectors": spec.has_vectors}
+    head = [] if spec.head is None else _head_fields(spec.head)
+    more = {"invocation": spec.invocation, "vocabulary": changes, "vectors": spec.has_vectors, "head": head}
     others = [kept] if (kept := {name: value for name, value in more.items() if value}) else []
     return json.dumps([_FORMAT, spec.dtype.value, modules, chunks, *others], separators=(",", ":")).encode()
+
+
+def _head_fields(head: ScoreHead) -> list[Any]:
+    return [head.classes, head.activation, head.dtype.value, base64.b64encode(head.data).decode()]
+
+
+def _read_head(fields: Any, plan: DecoderPlan) -> ScoreHead:
+    """Returns the score head in a manifest. Raises ValueError."""
+    classes, activation, dtype, data = fields
+    head = ScoreHead(tuple(classes), activation, Dtype(dtype), base64.b64decode(data, validate=True))
+    are_names = all(isinstance(name, str) and len(name) <= MAX_CLASS_CHARACTERS for name in classes)
+    size = len(head.classes) * plan.hidden * head.dtype.itemsize
+    if not are_names or not 0 < len(head.classes) <= MAX_CLASSES or activation not in ACTIVATIONS:
+        raise ValueError("head")
+    if len(head.data) != size or not 0 < size <= MAX_HEAD_BYTES:
+        raise ValueError("head")
+    return head
 
 
 def read_manifest(body: bytes, digest: str, plan: DecoderPlan) -> AdapterSpec:
@@ -99,7 +119,7 @@ def read_manifest(body: bytes, digest: str, plan: DecoderPlan) -> AdapterSpec:
         if written != _FORMAT:
             raise ValueError(f"format {written}")
         modules = dict(_module(value, plan) for value in listed)
-        invocation, vocabulary, has_vectors = _others(others, plan)
+        invocation, vocabulary, has_vectors, head = _others(others, plan)
         if not (modules or vocabulary) or len(modules) != len(listed):
             raise ValueError("modules")
         spec = AdapterSpec.of(plan, Dtype(dtype), modules, digest, invocation, vocabulary, has_vectors=has_vectors)
@@ -108,23 +128,29 @@ def read_manifest(body: bytes, digest: str, plan: DecoderPlan) -> AdapterSpec:
             raise ValueError("chunks")
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise AdapterRejected(f"adapter {digest[:12]} is not for this base model or this version: {error}") from None
-    return replace(spec, chunks=hashes)
+    return replace(spec, chunks=hashes, head=head)
 
 
-def _others(written: list[Any], plan: DecoderPlan) -> tuple[tuple[int, ...], list[VocabularyChange], bool]:
-    """Returns the invocation tokens, the changes of the vocabulary, and whether modules have vectors."""
+def _others(
+    written: list[Any], plan: DecoderPlan
+) -> tuple[tuple[int, ...], list[VocabularyChange], bool, ScoreHead | None]:
+    """Returns the invocation tokens, the changes of the vocabulary, whether modules have vectors, and the score
+    head."""
     if not written:
-        return (), [], False
+        return (), [], False, None
     (others,) = written
+    if not isinstance(others, dict):
+        raise ValueError(f"others {others}")
     tokens, listed = others.get("invocation", []), others.get("vocabulary", [])
     if ("invocation" in others and not are_invocation_tokens(tokens)) or others.get("vectors", True) is not True:
         raise ValueError(f"invocation {tokens} or vectors {others.get('vectors')}")
-    if not others.keys() <= {"invocation", "vocabulary", "vectors"}:
+    if not others.keys() <= {"invocation", "vocabulary", "vectors", "head"}:
         raise ValueError(f"fields {list(others)}")
     changes = [_vocabulary_change(value, plan) for value in listed]
     if len({change.side for change in changes}) != len(changes):
         raise ValueError("vocabulary")
-    return tuple(tokens), changes, "vectors" in others
+    head = _read_head(others["head"], plan) if "head" in others else None
+    return tuple(tokens), changes, "vectors" in others, head
 
 
 def _vocabulary_change(value: Any, plan: DecoderPlan) -> VocabularyChange:

@@ -6,7 +6,7 @@ A folder is inspected when it is registered (`catalog.py`), and read when a requ
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -30,12 +30,13 @@ from caraserve.lora.adapter import files_changed
 from caraserve.lora.adapter_tensors import AdapterTensors
 from caraserve.lora.base_copies import BaseCopy, check_copies, check_saved_modules
 from caraserve.lora.expert_tensors import refuse_experts
+from caraserve.lora.folder_contents import TEMPLATE_TEXTS, files_of
 from caraserve.lora.folder_contents import TENSORS_NAME as TENSORS_NAME
-from caraserve.lora.folder_contents import files_of
 from caraserve.lora.kinds import MATRICES, VECTORS, AdapterKind, KindWithVectors
 from caraserve.lora.manifest import ChunkHasher, identified
 from caraserve.lora.peft_config import PeftConfig, parse_config
 from caraserve.lora.peft_fields import CONFIG_NAME
+from caraserve.lora.score_heads import head_layout, head_tensor
 from caraserve.lora.vocabulary import ChangedMatrix, VocabularyWriter, differing_rows, is_whole_matrix, vocabulary_of
 from caraserve.lora.writers import open_adapter
 from caraserve.lora.writers.stored_adapter import StoredAdapter
@@ -63,6 +64,7 @@ class TensorLayout:
     notes: tuple[str, ...]  # what is left out, for the log
     vocabulary: tuple[ChangedMatrix, ...]  # in the order of the spec's
     base: BaseTensors | None  # None: there is none
+    head: str | None = None  # the tensor of the score head
 
 
 class ImageWriter:
@@ -108,7 +110,13 @@ class ImageWriter:
         if piece == "A":
             place_a(values, data, spans[0], dtype, start)
             return
-        parts, sites = self._linear(module).parts, self._layout.plan.layers[layer].sites
+        linear, moes = self._linear(module), self._layout.plan.layers[layer].moes
+        if piece == VECTORS and values[1].any() and any(moe.gates_shared and moe.out is linear for moe in moes):
+            raise AdapterRejected(
+                f"{linear.module}: a bias of this module is multiplied by the shared expert's gate, which is not "
+                "computed; train the adapter without lora_bias on it"
+            )
+        parts, sites = linear.parts, self._layout.plan.layers[layer].sites
         for span in spans:
             index = parts[sites[span.site].part].index
             if piece == VECTORS:
@@ -121,6 +129,15 @@ class ImageWriter:
         written = self._largest.setdefault(module, {})
         written[piece] = largest
         return self._largest.pop(module) if len(written) == len(self.pieces(module)) else None
+
+    def finished(self, hashes: Sequence[bytes]) -> AdapterSpec:
+        """Returns the spec with the score head's numbers and with the digest, once all has been written. Raises
+        AdapterRejected and TensorFileError."""
+        spec, tensor = self._layout.spec, self._layout.head
+        if spec.head is not None and tensor is not None:
+            values, _ = _finite(self._file, tensor, spec.head.dtype)
+            spec = replace(spec, head=replace(spec.head, data=values.tobytes()))
+        return identified(spec, hashes)
 
     def values(self, module: Module, matrix: str) -> Array:
         """Returns one of `MATRICES` in the adapter's dtype: A [rank, inputs] or B [outputs, rank]. Raises as
@@ -232,7 +249,7 @@ def _fill(layout: TensorLayout, room: Callable[[int, int], Bytes]) -> AdapterSpe
             for piece in writer.pieces(module):
                 writer.write(module, piece, data, start)
         hasher.update(data.data)
-    return identified(layout.spec, hasher.hashes)
+    return writer.finished(hasher.hashes)
 
 
 def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
@@ -264,7 +281,7 @@ def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
         raise AdapterRejected(f"lora_path lies outside {outside}, from where adapters may be loaded", param="lora_path")
     if folder is None:
         raise missing
-    for name in (CONFIG_NAME, TENSORS_NAME, *files_of(folder)):
+    for name in (CONFIG_NAME, TENSORS_NAME, *files_of(folder), *TEMPLATE_TEXTS):
         if not is_allowed((folder / name).resolve()):
             raise AdapterRejected(f"{name} is a link that leads outside {outside}", param="lora_path")
     return folder
@@ -326,8 +343,11 @@ def _layout(
     changes = [one.change for one in vocabulary]
     has_vectors = isinstance(config.kind, KindWithVectors)
     spec = AdapterSpec.of(plan, dtype, sizes, invocation=config.invocation, vocabulary=changes, has_vectors=has_vectors)
+    tensor = head_tensor(tuple(file.names), config.head)
+    head = None if tensor is None else head_layout(file, tensor, config.head, plan)
+    spec = replace(spec, head=head, trained_on=config.trained_on)
     notes = *config.notes, *found.notes
-    return TensorLayout(plan, config.kind, modules, spec, file, copies, notes, tuple(vocabulary), base)
+    return TensorLayout(plan, config.kind, modules, spec, file, copies, notes, tuple(vocabulary), base, tensor)
 
 
 def _finite(file: AdapterTensors, name: str, dtype: Dtype, rows: Sequence[int] | None = None) -> tuple[Array, float]:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from caraserve.core.adapter_facts import MAX_BASE_NAME
 from caraserve.core.adapter_rules import MAX_INVOCATION_TOKENS, are_invocation_tokens
 from caraserve.errors import AdapterRejected
 from caraserve.lora.joined_modules import other_names
 from caraserve.lora.kinds import AdapterKind, kind_of
 from caraserve.lora.peft_fields import CONFIG_NAME as CONFIG_NAME
 from caraserve.lora.peft_fields import Fields, name_ends, refusal, shown
+from caraserve.lora.score_heads import HEAD_FIELDS, HEADS, HeadSettings, read_settings
 from caraserve.lora.target_patterns import matched
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFileError, open_regular
@@ -61,6 +63,8 @@ class PeftConfig:
     invocation: tuple[int, ...]  # of an activated LoRA: the tokens from which on it is active
     tokens: Any  # whose rows were trained: a list, or lists by module; None: none; not checked
     notes: tuple[str, ...]  # what of the configuration is left out, for the log
+    trained_on: str  # the base model's name; empty if it is not given
+    head: HeadSettings
 
     def covers(self, layer: int, module: str) -> bool:
         """Returns whether the configuration targets a module that has tensors."""
@@ -110,6 +114,7 @@ def parse_config(fields: Fields, plan: DecoderPlan) -> PeftConfig:
     kind = kind_of(fields)
     _refuse_unknown(fields, kind)
     _check_layers_pattern(fields.get("layers_pattern"), plan)
+    head = read_settings(fields)
     notes = [f"{CONFIG_NAME}: {field} is left out" for field in sorted(_FOREIGN & fields.keys()) if fields[field]]
     if foreign := _foreign_targets(fields.get("target_modules"), plan):
         some = ", ".join(shown(name) for name in foreign[:_SHOWN])
@@ -121,10 +126,12 @@ def parse_config(fields: Fields, plan: DecoderPlan) -> PeftConfig:
         target_pattern=_pattern(fields.get("target_modules")),
         excluded_pattern=_pattern(fields.get("exclude_modules")),
         layers=_layers(fields.get("layers_to_transform")),
-        saved=_saved(fields.get("modules_to_save")),
+        saved=tuple(name for name in _saved(fields.get("modules_to_save")) if name not in HEADS),
         invocation=_invocation(fields.get(_INVOCATION), kind),
         tokens=fields.get(TRAINED_TOKENS),
         notes=tuple(notes),
+        trained_on=_name(fields.get("base_model_name_or_path")),
+        head=head,
     )
 
 
@@ -149,7 +156,7 @@ def load_fields(path: Path) -> dict[str, Any]:
 
 
 def _refuse_unknown(fields: Fields, kind: type[AdapterKind]) -> None:
-    known = _HARMLESS | _FOREIGN | _UNDERSTOOD | kind.fields
+    known = _HARMLESS | _FOREIGN | _UNDERSTOOD | HEAD_FIELDS | kind.fields
     for field, value in fields.items():
         if value and field in _REFUSED:
             raise refusal(field, _REFUSED[field])
@@ -213,6 +220,12 @@ def _excluded(value: Any) -> frozenset[str] | None:
     if value and not _are_names(value):
         raise refusal("exclude_modules", "must be a list of module names, or a pattern")
     return frozenset(value or ())
+
+
+def _name(value: Any) -> str:
+    """Returns a name that no check depends on; of other values, nothing."""
+    text = value.strip()[:MAX_BASE_NAME] if isinstance(value, str) else ""
+    return text if text.isprintable() else ascii(text)[1:-1][:MAX_BASE_NAME]
 
 
 def _saved(value: Any) -> tuple[str, ...]:

@@ -10,10 +10,12 @@ import sqlite3
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from caraserve.core.adapter_facts import NO_FACTS, AdapterFacts, read_facts
 from caraserve.core.adapter_rules import ADAPTER_NAME, DIGEST, SETTING_KINDS, TOMBSTONE_S
 from caraserve.core.lora_layout import MAX_RANK
 from caraserve.errors import CaraServeError, ConfigError, StorageFull
@@ -39,6 +41,8 @@ CREATE TABLE IF NOT EXISTS setting_times (
     kind TEXT NOT NULL, name TEXT NOT NULL, hlc INTEGER NOT NULL, writer TEXT NOT NULL, PRIMARY KEY (kind, name)
 ) WITHOUT ROWID
 """
+# What the adapters' files say beside their matrices; for the same reason in a table of its own.
+_FACTS = "CREATE TABLE IF NOT EXISTS adapter_facts (name TEXT PRIMARY KEY, facts TEXT NOT NULL) WITHOUT ROWID"
 _COLUMNS = "name, digest, path, rank, targets, num_bytes, created_s, stamp, state"
 _WAIT_FOR_LOCK_S = 1.0
 _TARGET = re.compile(r"[A-Za-z0-9_]{1,100}")
@@ -64,6 +68,7 @@ class AdapterInfo:
     created_s: float  # unix time
     stamp: str = ""
     state: str = "active"
+    facts: AdapterFacts = NO_FACTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,7 @@ class Registry:
             try:
                 self._prepare()
                 rows = self._connection.execute(f"SELECT {_COLUMNS} FROM adapters").fetchall()
+                self._facts = self._read_facts()
                 self._infos = self._read(rows)
                 self._settings = self._read_settings()
             except BaseException:
@@ -117,6 +123,10 @@ class Registry:
     def get(self, name: str) -> AdapterInfo | None:
         """Returns the adapter of that name, or None."""
         return self._infos.get(name)
+
+    def knows_facts(self, name: str) -> bool:
+        """Whether the facts of an adapter are known: an earlier version of the server has not written them."""
+        return name in self._facts
 
     def all(self) -> list[AdapterInfo]:
         """Returns all adapters, oldest first."""
@@ -130,15 +140,20 @@ class Registry:
         """Adds or replaces adapters in one transaction: all or none."""
         infos = list(infos)
         statement = f"INSERT OR REPLACE INTO adapters ({_COLUMNS}) VALUES (:{_COLUMNS.replace(', ', ', :')})"
+        rows = [asdict(info) | {"targets": json.dumps(info.targets), "facts": info.facts.text} for info in infos]
         with self._lock:
-            self._write((statement, [asdict(info) | {"targets": json.dumps(info.targets)} for info in infos]))
+            self._write((statement, rows), ("INSERT OR REPLACE INTO adapter_facts VALUES (:name, :facts)", rows))
             self._infos |= {info.name: info for info in infos}
+            self._facts |= {info.name: info.facts for info in infos}
 
     def remove(self, name: str) -> None:
         """Removes the adapter of a name, if there is one."""
         with self._lock:
-            self._write(("DELETE FROM adapters WHERE name = ?", [(name,)]))
+            self._write(
+                *((f"DELETE FROM {table} WHERE name = ?", [(name,)]) for table in ("adapters", "adapter_facts"))
+            )
             self._infos.pop(name, None)
+            self._facts.pop(name, None)
 
     def settings(self) -> list[Setting]:
         """Returns all settings of known kinds, removed ones included; their users check the text of each."""
@@ -181,8 +196,16 @@ class Registry:
             except ValueError as error:
                 self.complaints.append(f"--registry {self._where}: the row of {_shown(row[0])} is left out: {error}")
             else:
-                infos[info.name] = info
+                infos[info.name] = replace(info, facts=self._facts.get(info.name, NO_FACTS))
         return infos
+
+    def _read_facts(self) -> dict[str, AdapterFacts]:
+        """Returns the adapters' facts by name, without those that are not valid: they are read again from the files."""
+        facts = {}
+        for name, text in self._connection.execute("SELECT name, facts FROM adapter_facts"):
+            with suppress(ValueError, TypeError):
+                facts[name] = read_facts(text)
+        return facts
 
     def _read_settings(self) -> dict[tuple[str, str], Setting]:
         """Returns the settings of known kinds by kind and name, and adds a complaint for each row that is not valid.
@@ -220,6 +243,7 @@ class Registry:
             execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
         elif version != _SCHEMA_VERSION:
             raise self._unusable(f"it belongs to another program or another version of this one (schema {version})")
+        execute(_FACTS)
         execute(_SETTINGS)
         execute(_SETTING_TIMES)
         oldest_ms = int((time.time() - TOMBSTONE_S) * 1000)

@@ -53,19 +53,37 @@ ReadDefaults = Callable[[Mapping[str, Any]], RequestDefaults]
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """What an admin has set for an adapter. `pinned`: one of `PINS`, or None."""
+    """What an admin has set for an adapter. `pinned`: one of `PINS`, or None. `folder_template`: the chat template that
+    its files have brought, in place of the model's where `defaults` has none."""
 
     labels: Mapping[str, str] = field(default_factory=dict)
     pinned: str | None = None
     defaults: RequestDefaults = NO_DEFAULTS
+    folder_template: str | None = None
+
+    @property
+    def request_defaults(self) -> RequestDefaults:
+        """What requests take where they leave a field out."""
+        if self.folder_template is None or self.defaults.chat_template is not None:
+            return self.defaults
+        return replace(self.defaults, chat_template=self.folder_template)
 
 
 class SettingsStore:
     """Settings by adapter name. Runs on the event loop."""
 
-    def __init__(self, settings: ReplicatedSettings, catalog: Catalog, read_defaults: ReadDefaults) -> None:
-        """Applies the settings of earlier runs to the adapters of the start."""
+    def __init__(
+        self,
+        settings: ReplicatedSettings,
+        catalog: Catalog,
+        read_defaults: ReadDefaults,
+        *,
+        takes_folder_templates: bool = False,
+    ) -> None:
+        """Applies the settings of earlier runs to the adapters of the start. `takes_folder_templates`: else those that
+        other instances or earlier runs have set are left out."""
         self._replicated, self._catalog, self._read_defaults = settings, catalog, read_defaults
+        self._takes_folder_templates = takes_folder_templates
         self._writing = asyncio.Lock()
         self._removals = Tasks()
         self._settings: dict[str, AdapterSettings] = {}
@@ -82,10 +100,22 @@ class SettingsStore:
             if (pinned := changes.get("pinned")) is not None:
                 self._refuse_too_many(name, pinned)
             settings = replace(self.get(name), **changes)
-            taken = replace(settings.defaults, **defaults)
-            body: dict[str, Any] = {"labels": dict(settings.labels), "pinned": settings.pinned, **asdict(taken)}
-            body["stop"] = None if taken.stop is None else list(taken.stop)  # as JSON has it
-            await self._replicated.write(_KIND, name, body)
+            await self._write(name, replace(settings, defaults=replace(settings.defaults, **defaults)))
+
+    async def set_folder_template(self, name: str, template: str | None) -> None:
+        """Sets the chat template that an adapter's files have brought, or None. Raises AdapterRejected if it is too
+        large."""
+        async with self._writing:
+            if (settings := self.get(name)).folder_template != template:
+                await self._write(name, replace(settings, folder_template=template))
+
+    async def _write(self, name: str, settings: AdapterSettings) -> None:
+        defaults = settings.defaults
+        body: dict[str, Any] = {"labels": dict(settings.labels), "pinned": settings.pinned, **asdict(defaults)}
+        body["stop"] = None if defaults.stop is None else list(defaults.stop)  # as JSON has it
+        if settings.folder_template is not None:
+            body["folder_template"] = settings.folder_template
+        await self._replicated.write(_KIND, name, body)
 
     async def remove(self, name: str) -> None:
         """Removes the settings of an adapter that was deleted."""
@@ -125,12 +155,14 @@ class SettingsStore:
     def _read(self, body: Mapping[str, Any]) -> AdapterSettings | None:
         """Returns the settings of a stored body; None if one is not valid."""
         labels, pinned = body.get("labels"), body.get("pinned")
-        if not _are_labels(labels) or pinned not in (None, *PINS):
+        template = body.get("folder_template")
+        if not _are_labels(labels) or pinned not in (None, *PINS) or not isinstance(template, str | None):
             return None
         try:
-            return AdapterSettings(labels, pinned, self._read_defaults(body))
+            defaults = self._read_defaults(body)
         except InvalidRequest:
             return None
+        return AdapterSettings(labels, pinned, defaults, template if self._takes_folder_templates else None)
 
     def _refuse_too_many(self, name: str, pinned: str) -> None:
         sizes = {"host": self._catalog.rules.host_bytes, "device": self._catalog.rules.device_bytes}

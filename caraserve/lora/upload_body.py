@@ -1,8 +1,9 @@
 """Writes the body of an upload into the files of an adapter's folder, as it arrives.
 
 The body is a tar of a PEFT folder, or a safetensors file. Of a tar every member is checked before any of its bytes are
-written: files of known names and bounded sizes, once each, at the top or in one folder; no links, devices or sparse
-files. No more than one member's header is held in memory.
+written: files of known names and bounded sizes, once each, at the top or in one folder. Other files, such as a README,
+checkpoints in folders below, or what macOS adds, are skipped and named. No path leads outside; the files that are
+written are no links, and no member is a device or sparse. No more than one member's header is held in memory.
 """
 
 import json
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from caraserve.errors import AdapterRejected, PayloadTooLarge
+from caraserve.lora.folder_contents import TEXTS, TOKENIZER_NAME
+from caraserve.lora.folder_texts import MAX_TEXT_BYTES
 from caraserve.lora.peft import TENSORS_NAME
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.util.units import human_bytes
@@ -24,20 +27,26 @@ _SNIFFED_BYTES = _LENGTH_BYTES + 1  # the header is JSON and begins with a brace
 _MOST_SAFETENSORS_HEADER = 1 << 32
 _BLOCK = tarfile.BLOCKSIZE
 _REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE)
+_LINKS = (tarfile.SYMTYPE, tarfile.LNKTYPE)
 _PAX = (tarfile.XHDTYPE, tarfile.XGLTYPE)
+_LONG = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 _MOST_PAX_BYTES = 16 << 10
-# Times and owners of files may be in pax headers; what changes a member's name, size or kind may not.
-_REFUSED_PAX = ("path", "size", "linkpath", "GNU.", "hdrcharset", "SCHILY.realsize")
-_MOST_FOLDERS = 8  # entries, which hold nothing
+# Times, owners and long names of files may be in pax headers; what changes a member's size or kind may not.
+_REFUSED_PAX = ("size", "GNU.", "hdrcharset", "SCHILY.realsize")
+_MOST_MEMBERS = 4096
+_MOST_TOKENIZER_BYTES = 64 << 20
+_NAMED = 20  # of the files that were skipped
+_SHOWN = 3  # of them, in a message
 MOST_CONFIG_BYTES = 1 << 20
+MOST_OTHER_BYTES = 1 << 30  # of files beside the adapter's two; a checkpoint's optimizer takes twice its weights
 
 
 @dataclass(slots=True)
 class _Member:
-    """A file that is being written."""
+    """A file that is being read. `descriptor`: where it is written; None: it is skipped."""
 
     name: str
-    descriptor: int
+    descriptor: int | None
     left: int | None  # bytes; None: all that follow are its own
 
 
@@ -52,15 +61,20 @@ class UploadBody:
         """`num_bytes`: of the whole body, None if the client does not say. `config`: of a safetensors body, if it is
         not in its metadata."""
         self.tensor_bytes = 0  # of the tensor file, that were written
+        self.other_bytes = 0  # of files beside the adapter's two, that have arrived
+        self.num_skipped = 0  # files
+        self.skipped: list[str] = []  # the first of them
         self._is_sized = False  # whether the tensor file has its full size, as the header's check needs it
         self.is_bare = False  # whether the body is a safetensors file, not a tar
         self._header_end: int | None = None
         self._folder, self._config = folder, config
         self._num_bytes = num_bytes
         self._limits = {CONFIG_NAME: MOST_CONFIG_BYTES, TENSORS_NAME: most_tensor_bytes}
+        self._texts = dict.fromkeys(TEXTS, MAX_TEXT_BYTES) | {TOKENIZER_NAME: _MOST_TOKENIZER_BYTES}
         self._member: _Member | None = None
-        self._top: str | None = None  # the folder in the tar that its files are in
-        self._folders = 0
+        self._top: str | None = None  # the folder in the tar that the adapter's files are in
+        self._long_name: str | None = None  # of the next member, in place of that in its header
+        self._members = self._other_sizes = 0  # sizes: as the headers say
         self._written: set[str] = set()
         self._rest = memoryview(b"")  # bytes that have arrived and are not read yet
         self._may_end = True  # whether the body may end where it has been read to
@@ -95,7 +109,8 @@ class UploadBody:
     def check_complete(self) -> None:
         """Raises AdapterRejected unless both of an adapter's files have come."""
         if TENSORS_NAME not in self._written:
-            raise AdapterRejected(f"the body has no {TENSORS_NAME}")
+            but = f" at its top, but {', '.join(self.skipped[:_SHOWN])}" if self.skipped else ""
+            raise AdapterRejected(f"the body has no {TENSORS_NAME}{but}")
         self.refuse_missing_config()
 
     def refuse_missing_config(self) -> None:
@@ -105,6 +120,11 @@ class UploadBody:
                 f"the adapter has no {CONFIG_NAME}: send a tar of both files, or the configuration as ?config=JSON or "
                 f"as {CONFIG_KEY} in the safetensors file's metadata"
             )
+
+    def names_of_skipped(self) -> tuple[str, ...]:
+        """Returns the files that were skipped, the first 20 of them."""
+        more = self.num_skipped - len(self.skipped)
+        return (*self.skipped, *([f"and {more} others"] if more else []))
 
     def add_config(self, text: str) -> None:
         """Writes the configuration of a safetensors body."""
@@ -164,17 +184,38 @@ class UploadBody:
             raise AdapterRejected(f"the body is neither a tar nor a safetensors file: {error}") from None
         if entry.size < 0:  # GNU's binary numbers have a sign
             raise AdapterRejected(f"the tar has {entry.name[:100]!a} with {entry.size} bytes")
-        if entry.type in _PAX and 0 < entry.size <= _MOST_PAX_BYTES:
-            _check_pax((yield from self._read(entry.size)))
-        elif entry.type == tarfile.DIRTYPE and entry.size == 0 and self._folders < _MOST_FOLDERS:
-            self._folders += 1
+        if entry.type in (*_PAX, *_LONG) and 0 < entry.size <= _MOST_PAX_BYTES:
+            data = yield from self._read(entry.size)
+            if entry.type in _PAX:
+                name = _pax_path(data)
+                self._long_name = name if entry.type == tarfile.XHDTYPE and name is not None else self._long_name
+            elif entry.type == tarfile.GNUTYPE_LONGNAME:
+                self._long_name = data.rstrip(b"\0").decode(errors="replace")
+        else:
+            name, self._long_name = self._long_name or entry.name, None
+            yield from self._read_member(entry, _plain_path(name))
+        yield from self._read(-entry.size % _BLOCK)
+
+    def _read_member(self, entry: tarfile.TarInfo, path: str) -> _Reading[None]:
+        """Reads a file, or passes over a folder or link."""
+        self._members += 1
+        if self._members > _MOST_MEMBERS:
+            raise AdapterRejected(f"the tar has over {_MOST_MEMBERS} members; leave out other folders")
+        folder, _, name = path.rpartition("/")
+        is_link = entry.type in _LINKS and entry.size == 0
+        if entry.type == tarfile.DIRTYPE and entry.size == 0:
+            self._top = path if self._top is None and not name.startswith("._") else self._top
+        elif is_link and not self._takes(folder, name, entry.size):
+            self._skip(path)
         elif entry.type in _REGULAR:
-            self._begin(self._file_name(entry.name), entry.size)
+            if self._takes(folder, name, entry.size):
+                self._begin(name, entry.size)
+            else:
+                self._begin_skipped(path, entry.size)
             yield from self._read_contents()
         else:
-            kind = "a link" if entry.issym() or entry.islnk() else f"an entry of type {entry.type!a}"
-            raise AdapterRejected(f"the tar has {kind}, {entry.name[:100]!a}; only plain files are taken")
-        yield from self._read(-entry.size % _BLOCK)
+            kind = "a link" if is_link else f"an entry of type {entry.type!a}"
+            raise AdapterRejected(f"the tar has {kind}, {path[:100]!a}; only plain files are taken")
 
     def _read_contents(self) -> _Reading[None]:
         """Writes the file that has begun to its end."""
@@ -190,23 +231,49 @@ class UploadBody:
 
     # --- files ---
 
-    def _file_name(self, path: str) -> str:
-        """Returns the name of a tar's file. Raises AdapterRejected unless it may be in an adapter's folder."""
-        folder, _, name = path.removeprefix("./").rpartition("/")
-        if name not in self._limits or "/" in folder or folder in ("..", "."):
-            raise AdapterRejected(
-                f"the tar has {path[:100]!a}; an adapter's files are {', '.join(self._limits)}, and no others are taken"
-            )
-        if self._top not in (None, folder):
-            raise AdapterRejected(f"the tar has files in two folders, {self._top[:50]!a} and {folder[:50]!a}")
+    def _takes(self, folder: str, name: str, size: int) -> bool:
+        """Returns whether a tar's file is written: it has a name of an adapter's files, and is in its folder. That is
+        the first folder with such a file, or one above it. Raises AdapterRejected."""
+        if size > self._texts.get(name, size) or (name not in self._limits and name not in self._texts):
+            return False
+        if folder == self._top or self._top is None:
+            self._top = folder
+            return True
+        if _depth(folder) > _depth(self._top):
+            return False
+        is_beside = _depth(folder) == _depth(self._top) and self._written
+        if is_beside or TENSORS_NAME in self._written:
+            folders = f"{self._top[:50]!a} and {folder[:50]!a}"
+            raise AdapterRejected(f"the tar has files in two folders, {folders}; send a tar of one folder alone")
+        for text in sorted(self._written):  # what came before was no adapter's folder
+            os.unlink(self._folder / text)
+            self._skip(f"{self._top}/{text}")
+        self._written.clear()
         self._top = folder
-        return name
+        return True
+
+    def _skip(self, path: str) -> None:
+        self.num_skipped += 1
+        if self.num_skipped <= _NAMED:
+            self.skipped.append(ascii(path)[1:-1][:100])
+
+    def _begin_skipped(self, path: str, size: int) -> None:
+        self._count_other(size)
+        self._skip(path)
+        self._member = _Member(path, None, size)
+
+    def _count_other(self, size: int) -> None:
+        self._other_sizes += size
+        if self._other_sizes > MOST_OTHER_BYTES:
+            most = human_bytes(MOST_OTHER_BYTES)
+            raise PayloadTooLarge(f"The tar has over {most} of files beside the adapter's; leave out other folders.")
 
     def _begin(self, name: str, size: int | None) -> None:
-        limit = self._limits[name]
         if name in self._written:
             raise AdapterRejected(f"the tar has {name} twice")
-        if size is not None and size > limit:
+        if name in self._texts:
+            self._count_other(size or 0)
+        elif size is not None and size > (limit := self._limits[name]):
             raise PayloadTooLarge(f"{name} has {human_bytes(size)}; {human_bytes(limit)} can be served here.")
         descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._member = _Member(name, descriptor, size)
@@ -219,35 +286,54 @@ class UploadBody:
         assert member is not None
         if member.left is not None:
             member.left -= len(data)
-        if member.name == TENSORS_NAME:
+        if member.descriptor is None or member.name in self._texts:
+            self.other_bytes += len(data)
+        elif member.name == TENSORS_NAME:
             self.tensor_bytes += len(data)
             if self.tensor_bytes > (limit := self._limits[TENSORS_NAME]):
                 raise PayloadTooLarge(f"The body is larger than {human_bytes(limit)}, which can be served here.")
-        while data:
+        while data and member.descriptor is not None:
             data = data[os.write(member.descriptor, data) :]
 
     def _end_member(self) -> None:
         assert self._member is not None
-        self._written.add(self._member.name)
+        if self._member.descriptor is not None:
+            self._written.add(self._member.name)
         self._close_member()
 
     def _close_member(self) -> None:
-        if self._member is not None:
+        if self._member is not None and self._member.descriptor is not None:
             os.close(self._member.descriptor)
-            self._member = None
+        self._member = None
 
 
-def _check_pax(records: bytes) -> None:
-    """Checks the records of a pax header, each `LENGTH KEY=VALUE` and a newline."""
+def _plain_path(path: str) -> str:
+    """Returns a member's path without `.` in it. Raises AdapterRejected for one that leads outside."""
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if path.startswith("/") or ".." in parts or "\0" in path:
+        raise AdapterRejected(f"the tar has the path {path[:100]!a}, which leads outside of it")
+    return "/".join(parts)
+
+
+def _depth(folder: str) -> int:
+    return folder.count("/") + 1 if folder else 0
+
+
+def _pax_path(records: bytes) -> str | None:
+    """Checks the records of a pax header, each `LENGTH KEY=VALUE` and a newline. Returns the next member's path, or
+    None if they have none."""
+    path = None
     while records:
         digits = records.partition(b" ")[0]
         length = int(digits) if digits.isdigit() and len(digits) < 6 else 0
         if not len(digits) < length <= len(records):
             raise AdapterRejected("the tar has a pax header that is not valid")
-        key = records[len(digits) + 1 : length].partition(b"=")[0].decode(errors="replace")
+        key, _, value = records[len(digits) + 1 : length].decode(errors="replace").partition("=")
         if key.startswith(_REFUSED_PAX):
             raise AdapterRejected(f"the tar has a pax header with {key[:40]!a}; use plain names and files")
+        path = value.removesuffix("\n") if key == "path" else path
         records = records[length:]
+    return path
 
 
 def config_of(metadata: dict[str, object]) -> str | None:

@@ -18,7 +18,7 @@ from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.lora.adapter import Done, LayersArrived, Source, UploadSource
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
-from caraserve.lora.manifest import ChunkHasher, identified
+from caraserve.lora.manifest import ChunkHasher
 from caraserve.lora.peft import TENSORS_NAME, ImageWriter, TensorLayout
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
 
@@ -58,7 +58,7 @@ class ArrivingImage:
     def finished(self) -> HostAdapter:
         """Returns the complete image, with its digest."""
         assert not self._pending, "tensors are missing"
-        return HostAdapter(identified(self._spec, self._hasher.hashes), self._into)
+        return HostAdapter(self._writer.finished(self._hasher.hashes), self._into)
 
 
 @dataclass(slots=True)

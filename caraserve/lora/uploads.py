@@ -16,10 +16,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from caraserve.core.adapter_facts import AdapterFacts
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import (
     AdapterAliased,
@@ -41,7 +42,7 @@ from caraserve.lora.peft import TENSORS_NAME, WholeFileNeeded
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.turns import Turns
-from caraserve.lora.upload_body import MOST_CONFIG_BYTES, UploadBody, config_of
+from caraserve.lora.upload_body import MOST_CONFIG_BYTES, MOST_OTHER_BYTES, UploadBody, config_of
 from caraserve.lora.upload_folders import UploadFolders, is_uploaded, not_written, write_through
 from caraserve.lora.upload_stream import UploadStream
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
@@ -71,6 +72,7 @@ class UploadedAdapter:
 
     info: AdapterInfo
     old: AdapterInfo | None
+    skipped: tuple[str, ...] = ()  # files of the body that were left out
 
     @property
     def is_new(self) -> bool:
@@ -142,7 +144,7 @@ class AdapterUploads:
             raise Forbidden(
                 "Uploaded adapters are stored in --adapters-dir; start the server with one that can be written."
             )
-        folder, most_bytes = self._root / name, self.most_bytes + _MOST_OVERHEAD_BYTES
+        folder, most_bytes = self._root / name, self.most_bytes + MOST_OTHER_BYTES + _MOST_OVERHEAD_BYTES
         if (claims.num_bytes or 0) > most_bytes:
             raise PayloadTooLarge(f"The body is larger than {human_bytes(most_bytes)}, which can be served here.")
         async with self.catalog.changing(name):  # what can be refused before a byte is read
@@ -298,10 +300,12 @@ class _Upload:
                 await on_thread(self._take, body, hidden, piece)
                 self._admit()
             spec, image = await on_thread(self._checked, body, hidden)
+            facts = await on_thread(self._catalog.rules.base.facts_of, hidden, spec)
             await on_thread(write_through, hidden)
             async with self._catalog.changing(self._name):
                 self._check(spec.digest)
-                return await to_its_end(asyncio.ensure_future(self._store(spec, image, hidden)))
+                stored = await to_its_end(asyncio.ensure_future(self._store(spec, facts, image, hidden)))
+                return replace(stored, skipped=body.names_of_skipped())
         except OSError as error:
             unwritten = not_written(error)
             failure = _broken(self._name, unwritten)
@@ -319,14 +323,14 @@ class _Upload:
     def _admit(self) -> None:
         """Lets requests name the adapter once its layout is known, and reports layers that have arrived."""
         if self._stream is not None and self._admitted is None:
-            self._catalog.refuse_too_large(self._stream.spec)
+            self._catalog.refuse_unservable(self._stream.spec)
             self._admitted = self._catalog.begin_upload(self._name, self._stream, self._stream.spec)
         if self._stream is not None:
             self._stream.announce()
 
     def _take(self, body: UploadBody, hidden: Path, piece: bytes) -> None:
         self._num_bytes += len(piece)
-        if self._num_bytes > self._uploads.most_bytes + _MOST_OVERHEAD_BYTES:
+        if self._num_bytes - body.other_bytes > self._uploads.most_bytes + _MOST_OVERHEAD_BYTES:
             raise PayloadTooLarge(
                 f"The body is larger than {human_bytes(self._uploads.most_bytes)}, which can be served here."
             )
@@ -358,7 +362,7 @@ class _Upload:
             if (image := self._stream.image()) is not None:
                 return image.spec, image
         spec = self._uploads.reader.inspect(self._name, hidden)
-        self._catalog.refuse_too_large(spec)
+        self._catalog.refuse_unservable(spec)
         return spec, None
 
     def _add_config(self, body: UploadBody, hidden: Path) -> None:
@@ -374,7 +378,9 @@ class _Upload:
             body.add_config(config)
         body.refuse_missing_config()
 
-    async def _store(self, spec: AdapterSpec, image: HostAdapter | None, hidden: Path) -> UploadedAdapter:
+    async def _store(
+        self, spec: AdapterSpec, facts: AdapterFacts, image: HostAdapter | None, hidden: Path
+    ) -> UploadedAdapter:
         """Lets the requests that wait for the image go on, then stores the adapter."""
         catalog, on_thread = self._catalog, self._uploads.on_thread
         if self._admitted is not None:
@@ -382,7 +388,7 @@ class _Upload:
         if self._stream is not None:
             self._stream.complete(image)
         old = catalog.find_whole(self._name)
-        if old is not None and old.digest == spec.digest and old.targets:
+        if old is not None and old.digest == spec.digest and old.targets and old.facts == facts:
             if self._stream is not None:
                 self._stream.stored(catalog.folders.at(Path(old.path)))
             return UploadedAdapter(old, old)
@@ -390,7 +396,7 @@ class _Upload:
         self._has_exchanged = await on_thread(_give_place, hidden, replaced)
         folder = catalog.folders.at(self._path)
         try:
-            info = await catalog.add_stored(self._name, spec, folder)
+            info = await catalog.add_stored(self._name, spec, facts, folder)
         except CaraServeError:
             if self._has_exchanged:
                 await on_thread(replaced.exchange, self._path)

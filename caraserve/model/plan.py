@@ -134,13 +134,17 @@ class Moe:
     groups: tuple[int, int, Literal["max", "top2"]] | None = None  # (groups, kept ones, how a group is scored)
 
     def __post_init__(self) -> None:
-        is_gated = any(part.role == "shared_gate" for linear in self.linears for part in linear.parts)
-        if is_gated and self.out is not None and self.out.bias:
+        if self.gates_shared and self.out is not None and self.out.bias:
             raise ValueError(f"{self.out.module}: a gated shared expert has no bias, which backends would not gate")
 
     @property
     def linear_groups(self) -> tuple[tuple[LinearPlan, ...], ...]:
         return (self.linears,) if self.out is None else (self.linears, (self.out,))
+
+    @property
+    def gates_shared(self) -> bool:
+        """True if what the shared expert's down reads is multiplied by σ(shared_gate)."""
+        return any(part.role == "shared_gate" for linear in self.linears for part in linear.parts)
 
     @property
     def tensors(self) -> tuple[ExpertTensor, ExpertTensor, ExpertTensor]:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from caraserve.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from caraserve.model.plan import DecoderPlan
+from caraserve.model.sentence_format import LAST_TOKEN, SentenceFormat, read_sentence_format
 from caraserve.telemetry.prometheus import family
 from caraserve.tokenizer.adapter_templates import AdapterTemplates
 from caraserve.tokenizer.chat_template import ChatTemplate
@@ -87,10 +88,15 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         tool_call_parser: str | None = None,
         excludes_unused_tools: bool = False,
+        pad_id: int | None = None,
+        sentences: SentenceFormat = LAST_TOKEN,
     ) -> None:
-        """`info`: what clients may see. `excludes_unused_tools`: a prompt has no tools if its answer may call none."""
+        """`info`: what clients may see. `excludes_unused_tools`: a prompt has no tools if its answer may call none.
+        `sentences`: how texts are embedded."""
         self.vocab_size = vocab_size  # of the model: all ids in [0, vocab_size) are valid, also those without a token
         self.eos_ids = eos_ids
+        self.sentences = sentences
+        self.pad_id = pad_id  # in config.json; None if it has none
         self.default_sampling = default_sampling
         self.info = info
         self.excludes_unused_tools = excludes_unused_tools
@@ -125,6 +131,17 @@ class Tokenizer:
         """
         return self._ids(text, add_special_tokens, max_tokens, "prompt")
 
+    def encode_pair(self, first: str, second: str, *, add_special_tokens: bool = True, max_tokens: int) -> list[int]:
+        """Returns the token ids of two texts in one, joined as the tokenizer's file has it. Raises
+        ContextLengthExceeded as `encode` does."""
+        for text in (first, second):
+            if len(text) > _PIECE_CHARACTERS:
+                self._refuse_far_too_long(text, max_tokens, "prompt")
+        ids = list(self._tokenizer.encode(first, second, add_special_tokens=add_special_tokens).ids)
+        if len(ids) > max_tokens:
+            raise _too_long(len(ids), max_tokens, "prompt")
+        return ids
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of ids; unknown ids have no text."""
         ids = list(ids)
@@ -145,7 +162,11 @@ class Tokenizer:
     @property
     def infill_format(self) -> InfillFormat | None:
         """How the model is given the texts before and after a gap; None if its vocabulary has no tokens for that."""
-        return find_infill_format(lambda token: self._tokenizer.token_to_id(token) is not None)
+        return find_infill_format(self.has_token)
+
+    def has_token(self, text: str) -> bool:
+        """Returns whether a token is written as `text`."""
+        return self._tokenizer.token_to_id(text) is not None
 
     def special_id(self, text: str) -> int | None:
         """Returns the id of the special token that is written as `text`; None if there is none."""
@@ -273,6 +294,7 @@ def load_tokenizer(
     ends = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id"))
     if isinstance(text := config.get("text_config"), dict):  # of a text model inside a model with images
         ends |= _ids(text.get("eos_token_id"))
+    pad_id = config.get("pad_token_id")
     eos_token = _token_text(settings.get("eos_token"))
     if not ends and eos_token and (eos_id := tokenizer.token_to_id(eos_token)) is not None:
         ends = {eos_id}
@@ -287,6 +309,8 @@ def load_tokenizer(
     return Tokenizer(
         *(tokenizer, plan.vocab_size, frozenset(ends), template, sampling, info, special_tokens, tool_call_parser),
         excludes_unused_tools=excludes_unused_tools,
+        pad_id=pad_id if isinstance(pad_id, int) else None,
+        sentences=read_sentence_format(folder),
     )
 
 

@@ -121,7 +121,7 @@ def test_only_options_without_effect_are_noted_with_the_reason() -> None:
     [
         (["--quantization", "awq"], "other formats are not read"),
         (["--quantization", "fp8"], "not quantised at the start"),
-        (["--task", "classify"], "classification"),
+        (["--task", "transcription"], "transcription"),
         (["--backend", "huggingface"], "by no other library"),
         (["--scheduling-policy", "priority"], "`priority`"),
         (["-tp", "2"], "--peers"),

@@ -48,3 +48,24 @@ def test_embeddings_equal_those_of_peft_beside_generation(
     for (prompt, name), answer, embedding in zip(asked, *asyncio.run(serve()), strict=True):
         subject.oracle.check_greedy(prompt[:20], name, answer.token_ids)
         subject.oracle.check_embedding(prompt, name, embedding.embedding)
+
+
+@pytest.mark.parametrize("mode", ["pipelined", "assisted"])
+def test_means_of_all_tokens_equal_those_of_peft(subject: Subject, mode: str) -> None:
+    """Prompts of several chunks, beside embeddings of last tokens; adapters arrive while their prompts are computed."""
+    rng = random.Random(mode)
+    names = [None, *subject.adapters]
+    asked = [(prompt_of(rng, rng.choice((1, 17, 60, CONTEXT))), names[at % len(names)]) for at in range(6)]
+    lora = lora_config(subject.adapters, mode=mode, device_bytes=24 * GRANULE_BYTES, host_bytes=4 * MIB)
+    settings = engine_config(seqs=6, step_tokens=48, kv_bytes=24 * GRANULE_BYTES)
+    model = model_config(subject.model, max_model_len=CONTEXT)
+
+    async def serve() -> tuple[list[Answer], list[Answer]]:
+        async with serving(model, lora, settings, seed=3, averages=True) as (engine, _):
+            last = [embed(engine, prompt[:30], name) for prompt, name in asked]
+            means = [embed(engine, *each, averages=True) for each in asked]
+            return await asyncio.gather(*last), await asyncio.gather(*means)
+
+    for (prompt, name), last, mean in zip(asked, *asyncio.run(serve()), strict=True):
+        subject.oracle.check_embedding(prompt[:30], name, last.embedding)
+        subject.oracle.check_embedding(prompt, name, mean.embedding, averages=True)

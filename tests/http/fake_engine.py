@@ -4,18 +4,23 @@ import asyncio
 import functools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
 
+from caraserve.core.adapter_facts import NO_FACTS, AdapterFacts
 from caraserve.core.reasoning_grammar import ReasoningTokens
 from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, TokenDelta, TokenLogprob
+from caraserve.core.score_head import ScoreHead
 from caraserve.core.tenant import Tenant
 from caraserve.engine.batch_timeline import BatchTimeline
 from caraserve.engine.stats import RequestCounts
 from caraserve.engine.unread import UnreadAnswer, UnreadBudget
 from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidRequest, NotFound
 from caraserve.lora.adapter import Adapter, EndedLoad
+from caraserve.lora.served_base import ANY_BASE
+from caraserve.model.sentence_format import LAST_TOKEN
 from caraserve.tokenizer.adapter_templates import AdapterTemplates
 from caraserve.tokenizer.grammar import GrammarSource
 from caraserve.tokenizer.reasoning import ReasoningFormat
@@ -49,6 +54,8 @@ class FakeTokenizer:
 
     vocab_size = 258
     eos_ids = frozenset({EOS})
+    pad_id: int | None = EOS
+    sentences = LAST_TOKEN
     special_ids = frozenset({BOS, EOS})
     info: Mapping[str, Any] = {"tokenizer_class": "Bytes", "eos_token": "</s>"}
     grammars = FakeGrammars()
@@ -75,6 +82,10 @@ class FakeTokenizer:
         if max_tokens is not None and len(ids) > max_tokens:
             raise ContextLengthExceeded(f"This model's maximum context length is {max_tokens} tokens.", param=source)
         return ids
+
+    def encode_pair(self, first: str, second: str, *, add_special_tokens: bool, max_tokens: int) -> list[int]:
+        ids = self.encode(first, add_special_tokens=add_special_tokens)
+        return [*ids, EOS, *self.encode(second, add_special_tokens=False, max_tokens=max_tokens)]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text = bytes(token_id for token_id in ids if token_id < 256).decode(errors="replace")
@@ -112,6 +123,7 @@ class FakeAdapter:
     created_s: float = 1_700_000_000.5
     digest: str = DIGEST
     targets: tuple[str, ...] = ("q_proj",)
+    facts: AdapterFacts = NO_FACTS
 
 
 @dataclass(frozen=True)
@@ -136,9 +148,10 @@ def finish(
     reason: FinishReason = "stop",
     stop_reason: str | int | None = None,
     error: CaraServeError | None = None,
+    head: ScoreHead | None = None,
 ) -> Finish:
     served_by = "org/base" if request.adapter is None else f"{request.adapter}@{DIGEST}"
-    return Finish(reason, len(request.prompt_ids), completion_tokens, 0, PHASES, stop_reason, error, served_by)
+    return Finish(reason, len(request.prompt_ids), completion_tokens, 0, PHASES, stop_reason, error, served_by, head)
 
 
 def embedding_of(ids: Sequence[int]) -> bytes:
@@ -240,7 +253,7 @@ class FakeCatalog:
     def __init__(self) -> None:
         self.adapters: dict[str, Adapter] = {}
         self.ended_loads: list[EndedLoad] = []
-        self.manager = self
+        self.manager, self.rules = self, SimpleNamespace(base=ANY_BASE)
 
     def find(self, digest: str) -> Adapter | None:
         return self.adapters.get(digest)

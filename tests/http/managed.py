@@ -8,9 +8,11 @@ from typing import Any
 from caraserve.http.body.sampling import read_defaults
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog
+from caraserve.lora.folder_templates import FolderTemplates
 from caraserve.lora.management import AdapterManagement
 from caraserve.lora.registry import AdapterInfo, Registry
 from caraserve.lora.replicated_settings import ReplicatedSettings
+from caraserve.lora.served_base import ANY_BASE, ServedBase
 from caraserve.lora.settings import SettingsStore
 from tests.http import serving as base
 from tests.http.fake_engine import FakeEngine
@@ -35,11 +37,15 @@ async def serving(root: Path, **settings: Any) -> AsyncIterator[tuple[Client, Re
     """Yields a client of a new server, and what receives uploads to `root`. `settings`: as of `serving.serving`."""
     registry = settings.pop("registry", None) or Registry(None)
     replicated = settings.pop("replicated", None) or ReplicatedSettings(registry)
-    async with receiving(root, registry) as receiver:
+    base_model: ServedBase = settings.pop("base", ANY_BASE)
+    async with receiving(root, registry, base_model) as receiver:
         engine = settings.pop("engine", None) or CatalogEngine()
         engine.catalog = receiver.catalog
         aliases = Aliases(replicated, lambda name: receiver.catalog.find(name) is not None)
-        store = SettingsStore(replicated, receiver.catalog, read_defaults)
+        takes = base_model.takes_templates
+        store = SettingsStore(replicated, receiver.catalog, read_defaults, takes_folder_templates=takes)
+        if takes:
+            await FolderTemplates(base_model, store).take_all(receiver.catalog)
         management = AdapterManagement(receiver.uploads, aliases, store)
         try:
             async with base.serving(engine, management=management, **settings) as client:

@@ -26,6 +26,7 @@ from caraserve.lora.catalog import Catalog, CatalogRules
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import TENSORS_NAME
 from caraserve.lora.registry import AdapterInfo, Registry
+from caraserve.lora.served_base import ANY_BASE, ServedBase
 from caraserve.lora.start_policy import StartPolicy
 from tests.fake_backend import FakeBackend
 from tests.lora.folders import SPEC, write_adapter
@@ -36,7 +37,9 @@ _LIMITS = Limits(
 )
 
 
-def catalog(registry: Registry, reader: AdapterReader, *roots: Path, device_bytes: int = _MIB) -> Catalog:
+def catalog(
+    registry: Registry, reader: AdapterReader, *roots: Path, device_bytes: int = _MIB, base: ServedBase = ANY_BASE
+) -> Catalog:
     """Returns a catalog over a fake backend that is never used."""
     room, arena = MemoryBudget(_LIMITS, device_bytes), Arena(aligned_bytes(_MIB))
     loading = StartPolicy(LOADING_MODES["overlapped"], len(SPEC.layers), 1e9, None)
@@ -46,7 +49,7 @@ def catalog(registry: Registry, reader: AdapterReader, *roots: Path, device_byte
         registry,
         manager,
         reader,
-        CatalogRules("base", roots, device_bytes, arena.num_bytes, False, watched=next(iter(roots), None)),
+        CatalogRules("base", roots, device_bytes, arena.num_bytes, False, watched=next(iter(roots), None), base=base),
     )
 
 

@@ -20,10 +20,20 @@ from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.lora.uploads import UploadClaims
 from tests.cluster.nodes import until
 from tests.lora.folders import SPEC, tensor_name, tensors_for, write_adapter
-from tests.lora.uploads import LIMIT, Receiver, arriving, entry, in_pieces, no_room, read_digest, source_path, tar_of
+from tests.lora.uploads import (
+    END,
+    LIMIT,
+    Receiver,
+    arriving,
+    entry,
+    in_pieces,
+    no_room,
+    read_digest,
+    source_path,
+    tar_of,
+)
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-END = bytes(1024)
 
 
 @pytest.mark.parametrize("step", [7, 1000, 1 << 20])
@@ -72,10 +82,11 @@ def not_finite(folder: Path) -> bytes:
 
 
 BAD: dict[str, tuple[Callable[[Path], bytes], str]] = {
-    "other file": (member("README.md"), "README.md"),
-    "pickle": (member("adapter_model.bin"), "adapter_model.bin"),
     "above": (member("../adapter_config.json"), "../adapter_config.json"),
-    "deep": (member("a/b/adapter_config.json"), "a/b/adapter_config.json"),
+    "absolute": (member("/adapter_config.json"), "leads outside"),
+    "other above": (member("a/../../README.md"), "leads outside"),
+    "checkpoint": (lambda folder: entry(f"c/{TENSORS_NAME}", b"x") + tar_of(folder), "in two folders"),
+    "only below": (lambda folder: entry("a/", type=tarfile.DIRTYPE) + tar_of(folder, "a/b/"), "but a/b/adapter_config"),
     "two folders": (lambda folder: entry("a/adapter_config.json", b"{}") + tar_of(folder, "b/"), "two folders"),
     "twice": (lambda folder: entry("adapter_config.json", b"{}") + tar_of(folder), "adapter_config.json twice"),
     "symlink": (lambda folder: entry(CONFIG_NAME, type=tarfile.SYMTYPE, linkname="/etc/passwd"), "a link"),
@@ -85,7 +96,8 @@ BAD: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "negative size": (lambda folder: entry(CONFIG_NAME, bytes(1024), size=-5), "with -5 bytes"),
     "renamed": (lambda folder: entry("p", b"21 path=../etc/passwd", type=tarfile.XHDTYPE) + tar_of(folder), "path"),
     "bad pax": (lambda folder: entry("p", b"99 x", type=tarfile.XHDTYPE) + tar_of(folder), "not valid"),
-    "many folders": (lambda folder: entry("a/", type=tarfile.DIRTYPE) * 9, "type"),
+    "many folders": (lambda folder: entry("a/", type=tarfile.DIRTYPE) * 4097, "over 4096 members"),
+    "long name": (lambda folder: entry("p", b"../x\0", type=tarfile.GNUTYPE_LONGNAME) + tar_of(folder), "../x"),
     "after its end": (lambda folder: tar_of(folder) + b"x", "after its end"),
     "compressed": (lambda folder: b"\x1f\x8b" + bytes(100), "compressed"),
     "text": (lambda folder: b"{}" * 600, "neither a tar nor a safetensors"),

@@ -19,12 +19,14 @@ from caraserve.lora.folder_contents import TENSORS_NAME
 from caraserve.lora.peft import inspect_adapter
 from caraserve.lora.registry import Registry
 from caraserve.lora.replicated_settings import ReplicatedSettings
+from caraserve.lora.served_base import ANY_BASE, ServedBase
 from caraserve.lora.uploads import AdapterUploads, UploadClaims, UploadedAdapter
 from tests.cluster.nodes import until
 from tests.lora.folders import SPEC
 from tests.lora.test_catalog import catalog
 
 LIMIT = 1 << 20
+END = bytes(1024)  # of a tar
 
 
 def entry(name: str, data: bytes = b"", **changes: object) -> bytes:
@@ -142,11 +144,13 @@ async def in_pieces(body: bytes, step: int) -> AsyncIterator[bytes]:
 
 
 @asynccontextmanager
-async def receiving(root: Path, registry: Registry | None = None) -> AsyncIterator[Receiver]:
+async def receiving(
+    root: Path, registry: Registry | None = None, base: ServedBase = ANY_BASE
+) -> AsyncIterator[Receiver]:
     os.makedirs(root, exist_ok=True)
     reader = AdapterReader(SPEC, lambda call: call())
     registry = registry or Registry(None)
-    made = catalog(registry, reader, root)
+    made = catalog(registry, reader, root, base=base)
     uploads = AdapterUploads(made, reader, root, LIMIT)
     try:
         yield Receiver(root, registry, made, uploads)

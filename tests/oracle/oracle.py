@@ -75,20 +75,27 @@ class Oracle:
             logits: torch.Tensor = self._model(inputs_embeds=vectors[None], use_cache=False).logits[0]
         return logits
 
-    def embedding(self, ids: Sequence[int], adapter: str | None) -> torch.Tensor:
-        """Returns the hidden state of the last of `ids` after the final norm, float32 [hidden]."""
+    def embedding(self, ids: Sequence[int], adapter: str | None, *, averages: bool = False) -> torch.Tensor:
+        """Returns the hidden state of the last of `ids` after the final norm, or the mean of those of all, float32
+        [hidden]."""
         with torch.no_grad(), self._active(adapter):
             states = self._model(input_ids=torch.tensor([list(ids)]), use_cache=False, output_hidden_states=True)
-        last: torch.Tensor = states.hidden_states[-1][0, -1]
-        return last
+        last: torch.Tensor = states.hidden_states[-1][0]
+        return last.mean(0) if averages else last[-1]
 
     def check_embedding(
-        self, ids: Sequence[int], adapter: str | None, embedding: bytes | None, atol: float = 2e-4
+        self,
+        ids: Sequence[int],
+        adapter: str | None,
+        embedding: bytes | None,
+        atol: float = 2e-4,
+        *,
+        averages: bool = False,
     ) -> None:
         """Checks an embedding: float32 [hidden], in bytes."""
         assert embedding is not None
         given = torch.frombuffer(bytearray(embedding), dtype=torch.float32)
-        torch.testing.assert_close(given, self.embedding(ids, adapter), rtol=0, atol=atol)
+        torch.testing.assert_close(given, self.embedding(ids, adapter, averages=averages), rtol=0, atol=atol)
 
     def check_answers(self, asked: Iterable[tuple[Sequence[int], str | None]], answers: Iterable[Answer]) -> None:
         """Asserts that each answer is the greedy one to its prompt and adapter."""

@@ -94,7 +94,7 @@ class Publisher:
                 self._member.remove(name)
             return
         try:
-            self._member.register(RegisteredAdapter(name, info.digest, info.rank, info.num_bytes))
+            self._member.register(RegisteredAdapter(name, info.digest, info.rank, info.num_bytes, info.facts))
         except CaraServeError as error:
             log.warning("adapter %s serves on this instance alone: %s", name, error.message)
         self.advertise(info.digest, Tier.DISK)

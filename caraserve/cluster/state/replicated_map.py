@@ -31,6 +31,7 @@ from caraserve.cluster.state.lww_map import (
     is_expired,
     is_setting,
 )
+from caraserve.core.adapter_facts import NO_FACTS, AdapterFacts, read_facts
 from caraserve.core.adapter_rules import ADAPTER_NAME, DIGEST
 from caraserve.errors import InvalidRequest
 from caraserve.util.hybrid_clock import HybridClock
@@ -52,6 +53,7 @@ class RegisteredAdapter:
     digest: str  # empty while it is uploaded
     rank: int
     num_bytes: int
+    facts: AdapterFacts = NO_FACTS
 
 
 class Tier(IntEnum):
@@ -145,7 +147,8 @@ class ReplicatedState:
 
     def register(self, adapter: RegisteredAdapter, wall_ms: int) -> list[Entry]:
         """Registers an adapter by name. Raises InvalidRequest for an entry that other instances would refuse."""
-        return self._write(REGISTRY, adapter.name, (adapter.digest, adapter.rank, adapter.num_bytes), wall_ms)
+        facts = (adapter.facts.text,) if adapter.facts.text else ()
+        return self._write(REGISTRY, adapter.name, (adapter.digest, adapter.rank, adapter.num_bytes, *facts), wall_ms)
 
     def remove(self, name: str, wall_ms: int) -> list[Entry]:
         """Removes a name from the registry. Returns the entries to push; none if the name is not registered."""
@@ -291,9 +294,17 @@ def _adapter(entry: Entry) -> RegisteredAdapter | None:
     """Returns the adapter in an entry, or None for a tombstone, a setting, or a value of another shape, as of a later
     version."""
     match entry.value:
-        case (str(digest), int(rank), int(num_bytes), *_) if not (entry.deleted or is_setting(entry.key)):
-            return RegisteredAdapter(entry.key, digest, rank, num_bytes)
+        case (str(digest), int(rank), int(num_bytes), *rest) if not (entry.deleted or is_setting(entry.key)):
+            return RegisteredAdapter(entry.key, digest, rank, num_bytes, _facts(rest))
     return None
+
+
+def _facts(rest: list[str | int]) -> AdapterFacts:
+    """Returns the facts behind an adapter's size; none if they are not valid, or another version's."""
+    try:
+        return read_facts(rest[0]) if rest and isinstance(rest[0], str) else NO_FACTS
+    except ValueError:
+        return NO_FACTS
 
 
 def _is_possible(adapter: RegisteredAdapter) -> bool:

@@ -115,7 +115,7 @@ class AdapterPool:
         self.store.renamed()
         self._replaced.adopted(adapter, is_new=self._is_new(adapter.name))
         try:
-            self._catalog.adopt(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes)
+            self._catalog.adopt(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes, adapter.facts)
         except Forbidden:
             return  # this instance serves only the adapters of its start
         except CaraServeError as error:

@@ -46,7 +46,7 @@ class DeviceBatch:
     segments: Segments
     outputs: Outputs
     adapters: Tensor  # int32 [tokens], slots of the adapters that change the embedding or the head, else 0
-    embedded: Tensor  # int32 [rows], tokens whose hidden states are embeddings
+    embedded: Tensor  # int32 [rows, or tokens], tokens whose hidden states are embeddings
     masked: MaskedRows
     results: Tensor  # uint8: the results in `outputs`, contiguous for one copy to the host
     lists: "ItemLists"
@@ -63,7 +63,7 @@ def _places(capacity: Capacity) -> dict[str, slice]:
         "out_token": capacity.outputs,
         "out_kind": capacity.outputs,
         "out_wanted": capacity.outputs,
-        "embedded": capacity.rows,
+        "embedded": capacity.embedded,
         "masked": capacity.rows,
         "order": capacity.tokens,
         "segment_first": capacity.segments,

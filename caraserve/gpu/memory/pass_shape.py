@@ -17,6 +17,12 @@ class Capacity:
     outputs: int
     tile_tokens: int  # most tokens per tile of prefill attention
     adapters: int  # most different adapters per batch
+    averages: bool = False  # whether the hidden states of all tokens may be wanted, or only those of rows' last ones
+
+    @property
+    def embedded(self) -> int:
+        """Tokens whose hidden states may be wanted."""
+        return self.tokens if self.averages else self.rows
 
     @property
     def logits_rows(self) -> int:

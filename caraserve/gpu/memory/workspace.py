@@ -75,7 +75,7 @@ class Workspace:
     wanted: Tensor  # [outputs at once, hidden] normed rows for the logits
     logits: Tensor  # [outputs at once, vocab]
     products: Tensor  # float32 [outputs at once, MAX_RANK], of these rows and A of the head
-    embeddings: Tensor  # [rows, hidden]
+    embeddings: Tensor  # [rows, hidden], or [tokens, hidden]
     weights: Tensor  # float32 [blocks, vocab], for sampling
     counts: Tensor  # int32 [blocks, vocab], zero between launches
     rounded: RoundedRows | None  # if the weights need it
@@ -124,7 +124,7 @@ def make_workspace(
         rows(outputs, plan.hidden),
         rows(outputs, plan.vocab_size),
         torch.zeros((outputs, MAX_RANK), dtype=torch.float32, device=device),
-        rows(capacity.rows, plan.hidden),
+        rows(capacity.embedded, plan.hidden),
         torch.zeros((blocks, plan.vocab_size), dtype=torch.float32, device=device),
         torch.zeros((blocks, plan.vocab_size), dtype=torch.int32, device=device),
         RoundedRows.empty(max(plan.widest_input, plan.hidden), capacity.tokens, device) if rounds_inputs else None,

@@ -27,10 +27,28 @@ _TAGS = re.compile(r'\s*"[0-9a-f]{64}"\s*(,\s*"[0-9a-f]{64}"\s*){0,15}')
 
 @dataclass(frozen=True, slots=True)
 class ChosenAdapter:
-    """A request's adapter, and what the request takes where it leaves a field out. `name`: None for the base model."""
+    """A request's adapter, and what the request takes where it leaves a field out. `name`: None for the base model.
+    `num_classes`: of its score head, 0 without one; None if that is not known here."""
 
     name: str | None
     defaults: RequestDefaults = NO_DEFAULTS
+    num_classes: int | None = 0
+
+    def refuse_generation(self) -> None:
+        """Raises InvalidRequest for an adapter that classifies texts."""
+        if self.num_classes:
+            raise InvalidRequest(
+                f"{self.name} classifies texts and generates none; send them as input to /v1/classify.", param="model"
+            )
+
+    def refuse_classification(self) -> None:
+        """Raises InvalidRequest for an adapter without a score head, and for the base model."""
+        if self.num_classes == 0:
+            raise InvalidRequest(
+                f"{self.name or 'The base model'} has no score head, so it cannot classify; name an adapter that has "
+                "one: GET /v1/adapters shows their num_classes.",
+                param="model",
+            )
 
 
 BASE_MODEL = ChosenAdapter(None)
@@ -106,9 +124,16 @@ def adapter_finder(request: web.Request) -> AdapterFinder:
     def find(model: str) -> ChosenAdapter:
         if (adapter := find_adapter(request, model)) is None:
             return BASE_MODEL
-        return ChosenAdapter(adapter.name, settings_of(request.app[CONTEXT], adapter.name).defaults)
+        return chosen_adapter(request.app[CONTEXT], adapter.name, adapter)
 
     return find
+
+
+def chosen_adapter(context: Context, name: str, adapter: AdapterInfo | None) -> ChosenAdapter:
+    """The adapter of a name; None: it is not known here yet."""
+    is_known = adapter is not None and adapter.digest != ""  # else it is uploaded to another instance
+    num_classes = adapter.facts.num_classes if adapter is not None and is_known else None
+    return ChosenAdapter(name, settings_of(context, name).request_defaults, num_classes)
 
 
 def settings_of(context: Context, name: str) -> AdapterSettings:
@@ -119,7 +144,9 @@ def settings_of(context: Context, name: str) -> AdapterSettings:
 def remote_adapter(context: Context, adapter: RegisteredAdapter) -> AdapterInfo:
     """An entry of the cluster's registry as the API lists it; its path is the digest: it has no folder here."""
     digest, created_s = adapter.digest, context.started_s
-    return AdapterInfo(adapter.name, digest, digest, adapter.rank, (), adapter.num_bytes, created_s)
+    return AdapterInfo(
+        adapter.name, digest, digest, adapter.rank, (), adapter.num_bytes, created_s, facts=adapter.facts
+    )
 
 
 def choose_adapter(fields: Fields, base_name: str, find: AdapterFinder, client: Client) -> tuple[str, ChosenAdapter]:

@@ -62,6 +62,7 @@ def parse_common(fields: Fields, engine: Engine, find: AdapterFinder, client: Cl
     """Reads the common fields of a body, which takes the adapter's defaults from then on. Raises NotFound or
     InvalidRequest, which name the field."""
     model, adapter = choose_adapter(fields, engine.base_name, find, client)
+    adapter.refuse_generation()
     fields.take_defaults(field_defaults(adapter.defaults))
     return CommonFields(
         model=model,

@@ -1,26 +1,29 @@
 """POST /v1/score and /v1/rerank: how similar texts are, as the cosine of the angle between their embeddings.
 
-Scores have vLLM's shape; rankings have that of Jina and Cohere, the most similar document first.
+With an adapter whose score head has one class, two texts are read as one, and the score is the class's probability.
+Scores have vLLM's shape; rankings have that of Jina and Cohere, the best document first.
 """
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import orjson
 from aiohttp import web
-from numpy.typing import NDArray
 
+from caraserve.core.request import GenerateRequest
 from caraserve.errors import InvalidRequest
 from caraserve.http.access.adapter_choice import AdapterFinder
 from caraserve.http.api_request import AnswerWriter, ApiRequest, ResponseTotals, TokenCounts
 from caraserve.http.apis.choices import OpenAiStream
+from caraserve.http.apis.classify import class_scores
 from caraserve.http.apis.completions import response_head
 from caraserve.http.apis.embeddings import (
+    EmbeddedTexts,
     NamedPrompt,
     check_count,
-    embedding_requests,
     prompt_usage,
     vector_of,
 )
@@ -33,6 +36,9 @@ from caraserve.http.whole_answer import WholeAnswer, response_of
 from caraserve.loop import Engine
 from caraserve.util.tasks import in_turns
 
+Scores = Callable[[Sequence[WholeAnswer]], Iterable[float]]
+"""Makes scores of the answers to engine requests. Raises AdapterBusy."""
+
 _PAIRED_FIELDS = (("text_1", "text_2"), ("queries", "documents"))
 
 
@@ -40,9 +46,10 @@ async def parse_score(fields: Fields, engine: Engine, find: AdapterFinder, clien
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, SCORE)
     first, second = _paired_texts(fields, engine)
+    texts = EmbeddedTexts.read(fields, engine, find, client)
     response_id = f"score-{uuid.uuid4().hex}"
-    model, requests = await embedding_requests(fields, engine, find, client, response_id, [*first, *second])
-    writer = ScoresWriter(response_head(response_id, "list", model), len(first))
+    requests, scores = await _scored(texts, engine, response_id, first, second)
+    writer = ScoresWriter(response_head(response_id, "list", texts.model), scores)
     return ApiRequest(requests, 1, stream=False, writer=writer)
 
 
@@ -55,12 +62,47 @@ async def parse_rerank(fields: Fields, engine: Engine, find: AdapterFinder, clie
     documents = _texts(fields, "documents", engine)
     top_n = body_fields.TOP_N.read(fields) or len(documents)
     return_documents = body_fields.RETURN_DOCUMENTS.read(fields)
+    texts = EmbeddedTexts.read(fields, engine, find, client)
     response_id = f"rerank-{uuid.uuid4().hex}"
-    prompts = [NamedPrompt("query", "", query), *documents]
-    model, requests = await embedding_requests(fields, engine, find, client, response_id, prompts)
+    requests, scores = await _scored(texts, engine, response_id, [NamedPrompt("query", "", query)], documents)
     shown_documents = [document.content for document in documents] if return_documents else None
-    writer = RankingWriter({"id": response_id, "model": model}, top_n, shown_documents)
+    writer = RankingWriter({"id": response_id, "model": texts.model}, scores, top_n, shown_documents)
     return ApiRequest(requests, 1, stream=False, writer=writer)
+
+
+async def _scored(
+    texts: EmbeddedTexts,
+    engine: Engine,
+    response_id: str,
+    first: Sequence[NamedPrompt],
+    second: Sequence[NamedPrompt],
+) -> tuple[tuple[GenerateRequest, ...], Scores]:
+    """Returns the engine requests of two sides, one text or as many on the first, and what makes scores of their
+    answers. Raises InvalidRequest or ContextLengthExceeded."""
+    if not texts.adapter.num_classes:
+        return await texts.requests(engine, response_id, [*first, *second]), partial(_similarities, len(first))
+    if texts.adapter.num_classes > 1:
+        raise InvalidRequest(
+            f"The score head of {texts.adapter.name} has {texts.adapter.num_classes} classes; a score is that of one. "
+            "Send the texts to /v1/classify.",
+            param="model",
+        )
+    pairs = [
+        NamedPrompt(other.field, other.place, (str(one.content), str(other.content)))
+        for one, other in zip([*first] * len(second) if len(first) == 1 else first, second, strict=True)
+    ]
+    requests = await texts.requests(engine, response_id, pairs, reads_last=True)
+    return requests, lambda answers: (float(class_scores(answer)[0]) for answer in answers)
+
+
+def _similarities(first_texts: int, answers: Sequence[WholeAnswer]) -> Iterator[float]:
+    """Yields the cosine of the angle between the vectors of each pair. `first_texts`: of the first side, which begin
+    the prompts: one, or as many as on the second."""
+    one = vector_of(answers[0])
+    for index, answer in enumerate(answers[first_texts:]):
+        if index and first_texts > 1:
+            one = vector_of(answers[index])
+        yield float(np.dot(one, vector_of(answer)))
 
 
 def _paired_texts(fields: Fields, engine: Engine) -> tuple[list[NamedPrompt], list[NamedPrompt]]:
@@ -98,42 +140,33 @@ def _text(value: object, name: str, place: str) -> str:
     return value
 
 
-def _similarity(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
-    """Returns the cosine of the angle between two vectors of length 1."""
-    return float(np.dot(one, other))
-
-
 class ScoresWriter(OpenAiStream, AnswerWriter):
     """Writes the entries of `data`, one for each text of the second side."""
 
-    def __init__(self, head: dict[str, Any], first_texts: int) -> None:
-        """`first_texts`: of the first side, which begin the prompts: one, or as many as on the second."""
-        self._head, self._first_texts = head, first_texts
+    def __init__(self, head: dict[str, Any], scores: Scores) -> None:
+        self._head, self._scores = head, scores
 
     async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
-        return await response_of(self._pieces(answers, totals.tokens))
+        scores = [score async for score in in_turns(self._scores(answers))]
+        return await response_of(self._pieces(scores, totals.tokens))
 
-    def _pieces(self, answers: Sequence[WholeAnswer], tokens: TokenCounts) -> Iterator[bytes]:
+    def _pieces(self, scores: Sequence[float], tokens: TokenCounts) -> Iterator[bytes]:
         yield orjson.dumps(self._head)[:-1] + b',"data":['
-        one = vector_of(answers[0])
-        for index, answer in enumerate(answers[self._first_texts :]):
-            if index and self._first_texts > 1:
-                one = vector_of(answers[index])
-            score = {"index": index, "object": "score", "score": _similarity(one, vector_of(answer))}
-            yield (b"," if index else b"") + orjson.dumps(score)
+        for index, score in enumerate(scores):
+            entry = {"index": index, "object": "score", "score": score}
+            yield (b"," if index else b"") + orjson.dumps(entry)
         yield b'],"usage":%b}' % orjson.dumps(prompt_usage(tokens))
 
 
 class RankingWriter(OpenAiStream, AnswerWriter):
-    """Writes the entries of `results`, best first. The first prompt is the query."""
+    """Writes the entries of `results`, best first."""
 
-    def __init__(self, head: dict[str, Any], top_n: int, documents: Sequence[object] | None) -> None:
+    def __init__(self, head: dict[str, Any], scores: Scores, top_n: int, documents: Sequence[object] | None) -> None:
         """`documents`: the texts to return; None: none."""
-        self._head, self._top_n, self._documents = head, top_n, documents
+        self._head, self._scores, self._top_n, self._documents = head, scores, top_n, documents
 
     async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
-        query = vector_of(answers[0])
-        scores = [_similarity(query, vector_of(answer)) async for answer in in_turns(answers[1:])]
+        scores = [score async for score in in_turns(self._scores(answers))]
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: self._top_n]
         return await response_of(self._pieces(best, scores, totals.tokens))
 

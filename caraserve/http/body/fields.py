@@ -4,6 +4,7 @@ Names and ranges are OpenAI's and, for the rest, vLLM's. The tables of `request_
 """
 
 from caraserve.core.adapter_rules import LABEL_NAME as LABEL_NAME
+from caraserve.core.adapter_rules import MAX_CHAT_TEMPLATE_BYTES as MAX_CHAT_TEMPLATE_BYTES
 from caraserve.core.adapter_rules import MAX_LABEL_CHARACTERS as MAX_LABEL_CHARACTERS
 from caraserve.core.adapter_rules import MAX_LABELS as MAX_LABELS
 from caraserve.core.adapter_rules import PINS
@@ -198,6 +199,7 @@ INPUT = OtherField("input", any_of(STRING, list_of(any_of(STRING, _TOKEN_ID, lis
 ENCODING_FORMAT = ChoiceField("encoding_format", ("float", "base64"), "float")
 DIMENSIONS = IntegerField("dimensions", 1, LARGEST, None)
 NORMALIZE = BooleanField("normalize", True)
+PROMPT_NAME = TextField("prompt_name", 256)
 _TEXT_OR_OBJECT = any_of(STRING, closed(object_of(("text",), text=STRING)))
 _TEXTS = any_of(_TEXT_OR_OBJECT, list_of(_TEXT_OR_OBJECT, minItems=1))
 TEXT_1 = OtherField("text_1", _TEXTS)
@@ -207,6 +209,8 @@ DOCUMENTS = OtherField("documents", _TEXTS)
 QUERY = TextField("query", MAX_TEXT_CHARACTERS)
 TOP_N = IntegerField("top_n", 0, LARGEST, 0)
 RETURN_DOCUMENTS = BooleanField("return_documents", True)
+
+USE_ACTIVATION = BooleanField("use_activation", True)
 
 # --- tokens and adapters ---
 
@@ -218,7 +222,6 @@ LORA_FOLDER = TextField("lora_path", _PATH_CHARACTERS)
 LOAD_INPLACE = BooleanField("load_inplace", False)
 LABELS = OtherField("labels", map_of(text_of(MAX_LABEL_CHARACTERS, least=0), LABEL_NAME, MAX_LABELS))
 PINNED = OtherField("pinned", one_of("no", *PINS))
-MAX_CHAT_TEMPLATE_BYTES = 64 << 10
 CHAT_TEMPLATE = TextField("chat_template", MAX_CHAT_TEMPLATE_BYTES)
 DEFAULT_SAMPLING = (  # the fields of requests for which an adapter may have defaults
     *(TEMPERATURE, TOP_P, TOP_K, MIN_P, PRESENCE_PENALTY, FREQUENCY_PENALTY, REPETITION_PENALTY),

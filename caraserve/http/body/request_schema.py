@@ -199,15 +199,19 @@ CHAT = _table(
     _IGNORED,
 )
 
-_EMBEDDED = _SELECTING | served(body.USER, body.CACHE_SALT, body.PRIORITY, body.ADD_SPECIAL_TOKENS) | _TRUNCATION
+_EMBEDDED = (
+    _SELECTING
+    | served(body.USER, body.CACHE_SALT, body.PRIORITY, body.ADD_SPECIAL_TOKENS, body.PROMPT_NAME)
+    | _TRUNCATION
+)
 _NOT_EMBEDDED = (
     _WEIGHTS
     | _NESTED
-    | refused("write it into the text", "input_type task task_type prompt_name instruction instruct")
+    | refused("write it into the text", "input_type task task_type instruction instruct")
     | instead("truncate_prompt_tokens", "truncate truncation max_tokens_per_doc max_chunks_per_doc max_length")
     | refused(_TEXT_ONLY, "images image_data", [])
     | refused(_TEXT_ONLY, "mm_processor_kwargs", {})
-    | refused(LEAVE_OUT, "activation softmax pooling_type")
+    | refused(LEAVE_OUT, "pooling_type")
     | refused(LEAVE_OUT, "late_chunking", False)
     | refused(LEAVE_OUT, "rank_fields", ["text"])
 )
@@ -217,12 +221,22 @@ EMBEDDINGS = _table(
     _NOT_EMBEDDED
     | refused("send the text or token ids as input", "prompt prompts inputs input_ids text texts")
     | refused("send the text or token ids as input", "messages", [])
+    | refused(LEAVE_OUT, "activation softmax")
     | instead("normalize", "use_activation", True)
     | instead("dimensions", "output_dimension")
     | refused("numbers are float32, in base64 little-endian; leave it out", "embed_dtype", "float32")
     | refused("numbers are float32, in base64 little-endian; leave it out", "endianness", "native", "little")
     | instead("encoding_format", "output_dtype", "float")
     | instead("encoding_format", "embedding_types", ["float"]),
+    _IGNORED,
+)
+
+CLASSIFY = _table(
+    _EMBEDDED | served(body.INPUT, body.USE_ACTIVATION),
+    _NOT_EMBEDDED
+    | refused("send the text or token ids as input", "prompt prompts inputs input_ids text texts")
+    | refused("send the text or token ids as input", "messages", [])
+    | instead("use_activation", "activation softmax", True),
     _IGNORED,
 )
 
@@ -233,7 +247,8 @@ SCORE = _table(
     | instead("text_2", "data_2")
     | instead("queries", "query")
     | instead("documents", "items")
-    | refused("a score is the cosine similarity; leave it out", "use_activation"),
+    | refused(LEAVE_OUT, "activation softmax")
+    | refused("a score is the cosine similarity, or the probability of a score head; leave it out", "use_activation"),
     _IGNORED,
 )
 
@@ -242,7 +257,8 @@ RERANK = _table(
     _NOT_EMBEDDED
     | instead("documents", "texts passages")
     | instead("top_n", "top_k")
-    | refused("a score is the cosine similarity; leave it out", "use_activation"),
+    | refused(LEAVE_OUT, "activation softmax")
+    | refused("a score is the cosine similarity, or the probability of a score head; leave it out", "use_activation"),
     _IGNORED,
 )
 

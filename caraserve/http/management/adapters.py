@@ -32,6 +32,7 @@ from caraserve.http.body.request_schema import ADAPTER_SETTINGS, LOAD_ADAPTER, U
 from caraserve.http.body.sampling import parse_defaults
 from caraserve.http.client import CLIENT
 from caraserve.http.context import CONTEXT, Context, HttpTimings
+from caraserve.http.management.model_list import facts_card
 from caraserve.http.management.status import sorted_by_name
 from caraserve.http.responses import json_response, note_ignored, read_object
 from caraserve.lora.adapter import Adapter, AdapterTier, RemoteSource, UploadSource
@@ -134,12 +135,14 @@ def _card(context: Context, info: AdapterInfo) -> dict[str, Any]:
         "requests": 0 if adapter is None else adapter.pins,
         "pinned": settings.pinned,
         "labels": settings.labels,
+        **facts_card(context, info),
     }
 
 
 def _full_card(context: Context, info: AdapterInfo) -> dict[str, Any]:
     """The card with the defaults of requests, which a list leaves out: a chat template may have 64 KiB."""
-    return _card(context, info) | asdict(settings_of(context, info.name).defaults)
+    settings = settings_of(context, info.name)
+    return _card(context, info) | asdict(settings.defaults) | {"folder_chat_template": settings.folder_template}
 
 
 async def put_adapter(request: web.Request) -> web.Response:
@@ -154,7 +157,8 @@ async def put_adapter(request: web.Request) -> web.Response:
     stored = await management.uploads.put(name, _pieces(request, context.timings), claims, check)
     log.info("adapter %s %s: %s", name, _what_happened(stored), stored.info.digest)
     headers = {"ETag": entity_tag(stored.info.digest)}
-    return json_response(_full_card(context, stored.info), status=201 if stored.is_new else 200, headers=headers)
+    card = _full_card(context, stored.info) | {"skipped_files": stored.skipped}
+    return json_response(card, status=201 if stored.is_new else 200, headers=headers)
 
 
 def _what_happened(stored: UploadedAdapter) -> str:

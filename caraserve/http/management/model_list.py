@@ -198,6 +198,21 @@ def adapter_card(context: Context, adapter: AdapterInfo, *, shows_path: bool) ->
         "root": adapter.path if shows_path else adapter.name,
         "parent": context.engine.base_name,
         "rank": adapter.rank,
+        **facts_card(context, adapter),
+    }
+
+
+def facts_card(context: Context, adapter: AdapterInfo) -> dict[str, Any]:
+    """What an adapter's files say: the base model that it was trained on, null if they do not say it, and whether it is
+    another one; how many tokens they add; whether they have a chat template of their own; and how many classes their
+    score head tells apart, 0 without one."""
+    facts = adapter.facts
+    return {
+        "trained_on": facts.trained_on or None,
+        "other_base": context.engine.catalog.rules.base.is_other(facts),
+        "added_tokens": facts.added_tokens,
+        "own_chat_template": bool(facts.template_digest),
+        "num_classes": facts.num_classes,
     }
 
 

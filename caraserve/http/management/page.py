@@ -186,10 +186,19 @@ def _entry(info: AdapterInfo, adapter: Adapter | None, context: Context, now_s: 
         "layers": None if partial is None else (partial.layers, len(partial.image.spec.layer_ends)),
         "pinned": settings.pinned,
         "labels": settings.labels,
-        "own_chat_template": settings.defaults.chat_template is not None,
+        "own_chat_template": settings.request_defaults.chat_template is not None,
         "requests": 0 if adapter is None else counts.unfinished(info.name),
         "per_minute": 0.0 if adapter is None else round(counts.per_minute(info.name, now_s), 1),
+        **_remarkable(info, context),
     }
+
+
+def _remarkable(info: AdapterInfo, context: Context) -> dict[str, Any]:
+    """What few adapters have: a score head, or another base model that they were trained on."""
+    facts = info.facts
+    return ({"num_classes": facts.num_classes} if facts.num_classes else {}) | (
+        {"trained_on": facts.trained_on} if context.engine.catalog.rules.base.is_other(facts) else {}
+    )
 
 
 def _filters(request: web.Request) -> tuple[str, str]:

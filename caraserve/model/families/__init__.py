@@ -111,6 +111,9 @@ _UNSERVED = {
     "chunked attention and rotations of its own": "Llama4",
 }
 
+# Models saved without a head, as embedding models often are: their architecture by model_type.
+_HEADLESS = {"llama": "LlamaModel", "mistral": "MistralModel", "qwen2": "Qwen2Model", "qwen3": "Qwen3Model"}
+
 
 def register(model_type: str, architecture: str, planner: Planner) -> None:
     """Adds a family, named as in the configurations of its models. Raises ValueError if the name is taken."""
@@ -130,7 +133,10 @@ def load_plan(folder: Path) -> DecoderPlan:
     with suppress(TensorFileError):  # no weights, or none that can be read, which the loader reports
         stored = weight_files(folder)
         if plan.head is not None and not any(name in stored for name in plan.stored_names(plan.head)):
-            return replace(plan, head=None)  # as transformers does, whatever the configuration says
+            plan = replace(plan, head=None)  # as transformers does, whatever the configuration says
+        if plan.embed == "model.embed_tokens.weight" and "embed_tokens.weight" in stored:
+            # An embedding model, saved without the module of its head, and so are its adapters.
+            plan = replace(plan, checkpoint_prefixes=("", "model."), adapter_prefixes=(*plan.adapter_prefixes, ""))
     return plan
 
 
@@ -153,8 +159,12 @@ def read_config(folder: Path) -> Config:
 def plan_of(config: Config) -> DecoderPlan:
     """Turns a Hugging Face configuration into a plan. Raises ModelLoadError for what this server cannot compute."""
     names = config.get("architectures") or []
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+        raise ModelLoadError("config.json: tokens attend to later ones too; only causal models are supported")
     for family in _families:
-        if family.architecture in names or (not names and config.get("model_type") == family.model_type):
+        is_headless = names == [_HEADLESS.get(family.model_type)]
+        is_of_type = not names and config.get("model_type") == family.model_type
+        if family.architecture in names or is_headless or is_of_type:
             return family.plan(config).with_formats(parse_quantization(config))
     raise ModelLoadError(
         f"config.json: architecture {names or config.get('model_type')!r} is not supported{_why_unserved(names)}; "

@@ -19,6 +19,7 @@ from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import AdapterRejected, CaraServeError, Unreachable
 from tests.cluster.nodes import KEYS, until
 from tests.cluster.pools import PoolInstance, Pools, pools, write_folder
+from tests.lora.folders import SPEC, tensors_for, write_adapter
 
 
 async def test_an_adapter_loaded_on_one_instance_is_downloaded_and_held_by_another(fleet: Pools) -> None:
@@ -30,6 +31,29 @@ async def test_an_adapter_loaded_on_one_instance_is_downloaded_and_held_by_anoth
     await until(lambda: set(a.member.holders(digest)) == {"a", "b"})
     assert b.pool.has(digest)
     assert b.stored.digests() == [digest]
+
+
+async def test_what_the_files_say_is_known_on_all_instances(fleet: Pools, tmp_path: Path) -> None:
+    a, b = await fleet.start("a"), await fleet.start("b")
+    path = write_adapter(tmp_path / "pirate", {"base_model_name_or_path": "org/Small-1B"})
+    (path / "chat_template.jinja").write_text("mine")
+    facts = (await a.catalog.load("pirate", str(path), inplace=False)).facts
+    await until(lambda: b.knows("pirate"))
+    assert b.catalog.get("pirate").facts == facts
+    assert (facts.trained_on, len(facts.template_digest)) == ("org/Small-1B", 64)
+
+
+async def test_a_score_head_comes_with_its_adapter(fleet: Pools, tmp_path: Path) -> None:
+    a, b = await fleet.start("a"), await fleet.start("b")
+    matrix = np.arange(2 * SPEC.hidden, dtype=np.float32).reshape(2, -1)
+    tensors = tensors_for() | {"base_model.model.score.weight": matrix}
+    path = write_adapter(tmp_path / "mood", {"task_type": "SEQ_CLS"}, tensors)
+    info = await a.catalog.load("mood", str(path), inplace=False)
+    await until(lambda: b.knows("mood") and b.member.holders(info.digest) != {})
+    assert b.catalog.get("mood").facts.num_classes == 2
+    spec = (await b.want("mood")).spec
+    assert spec.head is not None
+    assert (spec.digest, spec.head.data) == (info.digest, matrix.tobytes())
 
 
 async def test_layers_are_reported_as_they_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,14 @@ import pytest
 
 from caraserve.core.request import GenerateRequest
 from caraserve.core.tenant import Tenant
+from caraserve.lora.served_base import ServedBase
 from caraserve.tokenizer.adapter_templates import AdapterTemplates
 from caraserve.tokenizer.process_pool import JobOwner
 from tests.http.fake_engine import FakeTokenizer, spell
 from tests.http.managed import CatalogEngine, serving
 from tests.http.serving import Client
 from tests.lora.folders import write_adapter
+from tests.lora.uploads import tar_of
 
 SAMPLING = {
     "temperature": 0.5,
@@ -206,3 +208,39 @@ async def test_messages_that_the_template_refuses_are_the_clients_mistake(tmp_pa
         answer = await client.chat(model="a", messages=[USER, USER])
         assert (answer.status, answer.error["param"]) == (400, "messages")
         assert "one only" in answer.error["message"]
+
+
+@pytest.mark.parametrize("path", CHATS)
+async def test_chats_take_the_template_in_the_adapters_folder_until_one_is_set(tmp_path: Path, path: str) -> None:
+    """With --adapter-chat-templates. The engine's prompts are the characters of the text."""
+    engine = CatalogEngine(script=lambda request: spell(request, "Hi!"))
+    base = ServedBase(takes_templates=True)
+    async with serving(tmp_path, engine=engine, base=base) as (client, receiver):
+        folder = write_adapter(receiver.root / "a")
+        prompts = []
+        for text in (None, TEMPLATE, TEMPLATE.replace(">", "!")):
+            if text is not None:
+                (folder / "chat_template.jinja").write_text(text)
+            await receiver.catalog.load("a", "a", inplace=True)
+            card = (await client.get("/v1/adapters/a")).json
+            assert (card["folder_chat_template"], card["own_chat_template"]) == (text, text is not None)
+            prompts.append((await asked(client, engine, path)).prompt_ids)
+        await patch(client, chat_template=TEMPLATE)
+        assert (await asked(client, engine, path)).prompt_ids == prompts[1]
+        await patch(client, chat_template=None)
+        assert (await asked(client, engine, path)).prompt_ids == prompts[2]
+        assert len(set(prompts)) == 3
+        (folder / "chat_template.jinja").unlink()
+        await receiver.catalog.load("a", "a", inplace=True)
+        assert (await asked(client, engine, path)).prompt_ids == prompts[0]
+
+
+async def test_an_upload_of_the_same_matrices_with_another_template_changes_the_template(tmp_path: Path) -> None:
+    engine = CatalogEngine(script=lambda request: spell(request, "Hi!"))
+    async with serving(tmp_path / "root", engine=engine, base=ServedBase(takes_templates=True)) as (client, receiver):
+        folder = write_adapter(tmp_path / "made")
+        for text in (TEMPLATE, TEMPLATE.replace(">", "!")):
+            (folder / "chat_template.jinja").write_text(text)
+            made = await client.request("PUT", "/v1/adapters/a", data=tar_of(folder))
+            assert made.json["folder_chat_template"] == text
+            assert (receiver.root / "a" / "chat_template.jinja").read_text() == text

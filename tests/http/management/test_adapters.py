@@ -40,9 +40,15 @@ async def test_an_uploaded_adapter_is_shown_listed_and_deleted(tmp_path: Path, b
             "requests": 0,
             "pinned": None,
             "labels": {},
+            "trained_on": None,
+            "other_base": False,
+            "added_tokens": 0,
+            "own_chat_template": False,
+            "num_classes": 0,
         }
-        assert made.json == card | dict.fromkeys(("chat_template", "stop", "sampling"))
-        assert (await client.get("/v1/adapters/sql-v7")).json == made.json
+        full_card = card | dict.fromkeys(("chat_template", "stop", "sampling", "folder_chat_template"))
+        assert made.json == full_card | {"skipped_files": []}
+        assert (await client.get("/v1/adapters/sql-v7")).json == full_card
         assert (await client.get("/v1/adapters")).json == {"object": "list", "data": [card], "refused": []}
         assert (await client.request("PUT", "/v1/adapters/sql-v7", data=body)).status == 200
         assert (await client.request("DELETE", "/v1/adapters/sql-v7")).json["deleted"] is True

@@ -31,6 +31,11 @@ async def test_models_are_the_base_and_its_adapters() -> None:
         "rank": 8,
         "max_model_len": 1000,
         "permission": [],
+        "trained_on": None,
+        "other_base": False,
+        "added_tokens": 0,
+        "own_chat_template": False,
+        "num_classes": 0,
     }
 
 

@@ -1,5 +1,6 @@
 """The web page: its files, the rules by which a browser runs them, and the numbers that it reads."""
 
+import dataclasses
 import json
 import re
 import time
@@ -9,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from caraserve.core.adapter_facts import AdapterFacts
 from caraserve.engine.stats import RequestCounts
 from caraserve.http.client import Client as Sender
 from caraserve.http.management.page import PAGE_PATHS
 from caraserve.lora.adapter import Adapter, AdapterTier, EndedLoad, PartialImage, RemoteSource, Source
+from caraserve.lora.base_names import names_of_base
+from caraserve.lora.served_base import ServedBase
 from tests.engine.test_batch_timeline import row
 from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.serving import Answer, Client, OneOff, serving
@@ -220,3 +224,13 @@ async def test_names_that_a_client_may_not_use_are_not_shown_to_it(monkeypatch: 
         bodies = [(await client.get(path)).body for path in ("/stats", "/stats/adapters")]
     assert all(b"sql-1" in body and b"secret" not in body for body in bodies)
     assert b'"others":{"adapter":"","cells":[[' in bodies[0]
+
+
+async def test_a_score_head_and_another_base_model_are_shown() -> None:
+    engine = engine_with(a=AdapterTier.DISK, b=AdapterTier.DISK)
+    engine.catalog.rules.base = ServedBase(names_of_base(["org/small"]))
+    for name, facts in (("a", AdapterFacts("org/large", 3)), ("b", AdapterFacts("org/small"))):
+        engine.loaded[name] = dataclasses.replace(engine.loaded[name], facts=facts)
+    first, second = (await OneOff(engine).get("/stats/adapters")).json["adapters"]
+    assert (first["trained_on"], first["num_classes"]) == ("org/large", 3)
+    assert not {"trained_on", "num_classes"} & second.keys()

@@ -95,12 +95,15 @@ export class AdapterTable {
     byId("refused").replaceChildren(...folders.map(({ name, reason }) => element("li", "", `${name}: ${reason}`)));
   }
 
-  #row({ name, rank, num_bytes, tier, loading, layers, pinned, labels, own_chat_template, requests, per_minute }) {
+  #row(adapter) {
+    const { name, rank, num_bytes, tier, loading, layers, pinned, labels, requests, per_minute } = adapter;
     const row = this.#rows.get(name) ?? this.#newRow(name);
     const progress = loading && layers ? `${loading}, ${layers[0]} of ${layers[1]} layers` : loading ?? "";
     const settings = Object.entries(labels).map(([label, value]) => value ? `${label}=${value}` : label);
-    if (own_chat_template) settings.unshift("own chat template");
+    if (adapter.num_classes) settings.unshift(`classifies: ${adapter.num_classes}`);
+    if (adapter.own_chat_template) settings.unshift("own chat template");
     if (pinned) settings.unshift(`pinned in ${pinned}`);
+    if (adapter.trained_on) settings.unshift(`trained on another base: ${adapter.trained_on}`);
     const rate = per_minute ? per_minute.toFixed(1) : "";
     const texts = [tier, String(rank), size(num_bytes), rate, requests || "", progress, settings.join(", ")];
     texts.forEach((text, at) => {
