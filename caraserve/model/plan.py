@@ -149,7 +149,11 @@ class Moe:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """A gated delta rule, whose state per request is a matrix [key width, value width] for each value head."""
+    """A gated delta rule over q, k and v, which a causal convolution and silu have changed. Its state per request: a
+    matrix S [key width, value width] for each value head, and the last kernel - 1 inputs of the convolution.
+
+    S = decay · S, S += k σ(b) (v - Sᵀk)ᵀ with decay = exp(-exp(log_decay) · ln(1 + exp(a + step_bias))), q and k
+    divided by their lengths, and q by √key width. The output is norm(Sᵀq) · silu(z)."""
 
     linears: tuple[LinearPlan, ...]  # with the roles q, k, v, z, a, b
     out: LinearPlan
@@ -157,11 +161,16 @@ class DeltaNet:
     log_decay: str  # tensor [value heads], A_log
     step_bias: str  # tensor [value heads], dt_bias
     norm: Norm
-    key_heads: int
+    key_heads: int  # each serves as many consecutive value heads as the others
     value_heads: int
     key_width: int
     value_width: int
-    kernel: int
+    kernel: int  # tokens that the convolution sees
+
+    @property
+    def channels(self) -> int:
+        """The outputs q, k and v, which pass through the convolution."""
+        return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
 
     @property
     def linear_groups(self) -> tuple[tuple[LinearPlan, ...], ...]:
@@ -274,6 +283,11 @@ class LayerPlan:
     @property
     def moes(self) -> tuple[Moe, ...]:
         return tuple(block.body for block in self.blocks if isinstance(block.body, Moe))
+
+    @property
+    def delta_net(self) -> DeltaNet | None:
+        """The layer's delta net, which has a state in each request's slot; None in a layer of another kind."""
+        return next((block.body for block in self.blocks if isinstance(block.body, DeltaNet)), None)
 
     def with_linears(self, change: Callable[[LinearPlan], LinearPlan]) -> "LayerPlan":
         """Returns the layer with each of its linears changed."""
@@ -403,6 +417,10 @@ class DecoderPlan:
     @cached_property
     def moes(self) -> tuple[Moe, ...]:
         return tuple(moe for layer in self.layers for moe in layer.moes)
+
+    @cached_property
+    def delta_nets(self) -> tuple[DeltaNet, ...]:
+        return tuple(layer.delta_net for layer in self.layers if layer.delta_net is not None)
 
     @cached_property
     def targets(self) -> tuple[str, ...]:

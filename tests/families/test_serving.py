@@ -19,7 +19,7 @@ from tests.processes import fleet, free_ports
 from tests.serving import engine_config, lora_config, model_config, running, submit
 
 LARGEST_TOKEN = 90  # those above stand for images
-ALWAYS = ("gemma 3", "phi 4 mini, short", "cohere 2", "qwen 2.5 with images")  # the others take two minutes
+ALWAYS = ("gemma 3", "phi 4 mini, short", "cohere 2", "qwen 2.5 with images", "qwen 3.5")  # the others take two minutes
 
 
 def cases() -> list[Any]:
