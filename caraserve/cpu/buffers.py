@@ -169,7 +169,7 @@ class Buffers:
 
     def _for_delta_nets(self) -> tuple[dict[str, int], int]:
         """Returns the fields of a BUFFERS record about delta nets, and the bytes of scratch that they need."""
-        nets = self._plan.delta_nets
+        nets = self._plan.delta_nets.values()
         if not nets:
             return {"convolve": 0, "recur": 0}, 0
         from caraserve.cpu.delta_net import convolve, recur, scratch_bytes  # an import compiles them

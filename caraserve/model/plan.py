@@ -10,7 +10,7 @@ A linear is a module as checkpoints and adapters name it. A part is those of its
 part in its layer. A fused module (`qkv_proj`) has several parts, others have one, so backends see the same sites.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -149,11 +149,8 @@ class Moe:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """A gated delta rule over q, k and v, which a causal convolution and silu have changed. Its state per request: a
-    matrix S [key width, value width] for each value head, and the last kernel - 1 inputs of the convolution.
-
-    S = decay · S, S += k σ(b) (v - Sᵀk)ᵀ with decay = exp(-exp(log_decay) · ln(1 + exp(a + step_bias))), q and k
-    divided by their lengths, and q by √key width. The output is norm(Sᵀq) · silu(z)."""
+    """A gated delta rule over q, k and v after a causal convolution and silu. The state of a request: for each value
+    head a matrix [key width, value width], and the last inputs of the convolution."""
 
     linears: tuple[LinearPlan, ...]  # with the roles q, k, v, z, a, b
     out: LinearPlan
@@ -168,8 +165,7 @@ class DeltaNet:
     kernel: int  # tokens that the convolution sees
 
     @property
-    def channels(self) -> int:
-        """The outputs q, k and v, which pass through the convolution."""
+    def channels(self) -> int:  # of the convolution: q, k and v
         return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
 
     @property
@@ -283,11 +279,6 @@ class LayerPlan:
     @property
     def moes(self) -> tuple[Moe, ...]:
         return tuple(block.body for block in self.blocks if isinstance(block.body, Moe))
-
-    @property
-    def delta_net(self) -> DeltaNet | None:
-        """The layer's delta net, which has a state in each request's slot; None in a layer of another kind."""
-        return next((block.body for block in self.blocks if isinstance(block.body, DeltaNet)), None)
 
     def with_linears(self, change: Callable[[LinearPlan], LinearPlan]) -> "LayerPlan":
         """Returns the layer with each of its linears changed."""
@@ -419,8 +410,9 @@ class DecoderPlan:
         return tuple(moe for layer in self.layers for moe in layer.moes)
 
     @cached_property
-    def delta_nets(self) -> tuple[DeltaNet, ...]:
-        return tuple(layer.delta_net for layer in self.layers if layer.delta_net is not None)
+    def delta_nets(self) -> Mapping[int, DeltaNet]:  # by layer
+        found = ((layer, block.body) for layer, one in enumerate(self.layers) for block in one.blocks)
+        return {layer: body for layer, body in found if isinstance(body, DeltaNet)}
 
     @cached_property
     def targets(self) -> tuple[str, ...]:

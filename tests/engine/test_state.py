@@ -19,7 +19,7 @@ async def test_equal_prompts_are_computed_each_from_the_first_token() -> None:
 
 
 async def test_a_preempted_request_begins_again_and_gets_the_same_tokens() -> None:
-    async with in_harness(state_bytes=1, blocks=10, step_tokens=32) as here:
+    async with in_harness(state_bytes=1, blocks=14, step_tokens=32) as here:
         sent = [here.ask(PROMPT, None, max_tokens=30) for _ in range(3)]
         await here.until_done([task for _, task in sent])
         begun = [row.slot for batch in here.backend.launched for row in batch.rows if row.start == 0]

@@ -319,7 +319,6 @@ class DecoderPass:
         decoder, net = self._decoder, block.weights.delta_net
         state, mixed = decoder.state.delta_nets[block.layer], self._mixed
         assert net is not None
-        assert state is not None
         assert mixed is not None
         mixed = mixed[:, : net.channels]
         self._run(stream, lambda: apply_delta_net(projected, mixed, out, decoder.batch.tokens, state, net))

@@ -69,7 +69,7 @@ def convolve_kernel(  # type: ignore[no-untyped-def]
         slot = tl.load(token_slot + token)
         total = tl.zeros((BLOCK,), tl.float32)
         for tap in tl.static_range(KERNEL):
-            back: tl.constexpr = KERNEL - 1 - tap
+            back = KERNEL - 1 - tap
             exists = (token >= back) & (position >= back)
             source = tl.where(exists, token - back, 0)
             is_here = exists & (tl.load(token_position + source) == position - back)

@@ -5,8 +5,8 @@ Keys and values are a view of the pool's first bytes, block after block, and in 
 tokens, kv heads, head dim]`. The pool decides how many of the blocks may be used.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ class DeviceState:
     block_table: Tensor  # int32 [slots, most blocks of a request]
     history: Tensor  # int32 [slots, positions + 1]; a negative token stands for a vector
     sampling: Tensor  # uint8 [slots, bytes of SLOT_SAMPLING]
-    delta_nets: tuple[DeltaNetState | None, ...] = ()  # by layer, if any has a delta net; None: without one
+    delta_nets: Mapping[int, DeltaNetState] = field(default_factory=dict)  # by layer
 
 
 def block_bytes(plan: DecoderPlan, dtype: torch.dtype) -> int:
@@ -43,13 +43,13 @@ def block_bytes(plan: DecoderPlan, dtype: torch.dtype) -> int:
 
 def slot_state_bytes(plan: DecoderPlan, dtype: torch.dtype) -> int:
     """Returns the bytes of one request slot's delta nets."""
-    matrices = sum(4 * net.value_heads * net.key_width * net.value_width for net in plan.delta_nets)
-    return matrices + sum(dtype.itemsize * _kept(net) * net.channels for net in plan.delta_nets)
+    matrices = sum(4 * net.value_heads * net.key_width * net.value_width for net in plan.delta_nets.values())
+    return matrices + sum(dtype.itemsize * _kept(net) * net.channels for net in plan.delta_nets.values())
 
 
 def make_delta_nets(
     plan: DecoderPlan, dtype: torch.dtype, device: torch.device, slots: int
-) -> tuple[DeltaNetState | None, ...]:
+) -> dict[int, DeltaNetState]:
     """Allocates the states of all request slots, by layer."""
 
     def made(net: DeltaNet) -> DeltaNetState:
@@ -57,7 +57,7 @@ def make_delta_nets(
         shape = slots, net.value_heads, net.key_width, net.value_width
         return DeltaNetState(inputs, torch.zeros(shape, dtype=torch.float32, device=device))
 
-    return tuple(None if layer.delta_net is None else made(layer.delta_net) for layer in plan.layers)
+    return {layer: made(net) for layer, net in plan.delta_nets.items()}
 
 
 def _kept(net: DeltaNet) -> int:
@@ -71,7 +71,7 @@ def make_state(
     pool: Tensor,
     slots: int,
     max_context: int,
-    delta_nets: tuple[DeltaNetState | None, ...] = (),
+    delta_nets: Mapping[int, DeltaNetState] | None = None,
 ) -> DeviceState:
     """Allocates the arrays; keys and values are views of `pool`, uint8 [bytes], at a multiple of 16."""
     device = pool.device
@@ -96,7 +96,7 @@ def make_state(
         block_table,
         torch.zeros((slots, max_context + 1), dtype=torch.int32, device=device),
         torch.zeros((slots, SLOT_SAMPLING.itemsize), dtype=torch.uint8, device=device),
-        delta_nets,
+        delta_nets or {},
     )
 
 

@@ -130,7 +130,7 @@ def make_workspace(
         torch.zeros((blocks, plan.vocab_size), dtype=torch.int32, device=device),
         RoundedRows.empty(max(plan.widest_input, plan.hidden), capacity.tokens, device) if rounds_inputs else None,
         _expert_room(plan, capacity.tokens, dtype, device),
-        rows(capacity.tokens, max(net.channels for net in plan.delta_nets)) if plan.delta_nets else None,
+        rows(capacity.tokens, max(net.channels for net in plan.delta_nets.values())) if plan.delta_nets else None,
     )
 
 

@@ -52,7 +52,7 @@ OF_SOME = {  # those of models with quantised weights, experts or delta nets
     "experts": {"route_kernel", "sort_kernel", "expert_kernel", "sum_kernel"},
     "delta nets": {"convolve_kernel", "recur_kernel", "gate_heads_kernel"},
 }
-OF_MADE_UP = "experts", "delta nets"
+OF_MADE_UP = {"experts": 1, "delta nets": 2}  # the least layers that have all kernels
 CPU, H100 = torch.device("cpu"), GPUTarget("cuda", 90, 32)
 TOKENS, ROWS, CONTEXT = 400, 80, 2000
 SIZES = GpuSizes(
@@ -72,7 +72,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def plan_with(model: str, count: int) -> DecoderPlan:
     if model in OF_MADE_UP:
         plan = made_up.PLANS[model]()
-        layers = [plan.layers[layer % len(plan.layers)] for layer in range(count)]
+        layers = [plan.layers[layer % len(plan.layers)] for layer in range(max(count, OF_MADE_UP[model]))]
         return replace(plan, layers=tuple(layers), max_position=CONTEXT)
     sizes = {"vocab_size": 100, "hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 2}
     return plan_of({"num_key_value_heads": 1, "num_hidden_layers": count, **sizes, **MODELS[model]})
