@@ -338,17 +338,11 @@ def decoder_layer(  # type: ignore[no-untyped-def]
             shared = moe_at(block.body).shared
             x = rows if shared == 0 else rows + mlp_at(shared).gate
         elif block.kind == DELTA_NET:  # each thread convolves the panels that it has projected
-            panels = group_at(block.group_in).panels
-            _call8(
-                buffers.convolve,
-                *(thread, team, buffers_address, cache_address, batch_address, block.body, panels, row_bytes),
-            )
+            given = thread, team, buffers_address, cache_address, batch_address, block.body
+            _call8(buffers.convolve, *given, group_at(block.group_in).panels, row_bytes)
             meet(barrier, team)
             note_workers(thread, lora, batch, group_at(block.group_in))
-            _call8(
-                buffers.recur,
-                *(thread, team, buffers_address, cache_address, batch_address, block.body, row_bytes, layer),
-            )
+            _call8(buffers.recur, *given, row_bytes, layer)
             meet(barrier, team)
             x = rows + delta_net_at(block.body).z
         else:  # each thread has the same panels of gate and up, so that it needs no barrier before the activation
