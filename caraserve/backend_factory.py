@@ -90,6 +90,8 @@ def build_backend(
     check_options(plan, model, engine, lora, choice.device)
     if note := frequencies_note(plan.ropes, _context(plan, model)):
         log.info("%s", note)
+    if plan.delta_nets and engine.enable_prefix_caching:
+        log.info("KV blocks of equal prompt prefixes are not reused: this model has a state beside them")
     if choice.device == "cuda":
         prepare_environment()
         return build_cuda_backend(plan, model, engine, lora, trace)

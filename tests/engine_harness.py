@@ -246,6 +246,7 @@ async def harness(
     spare_bytes: int | None = None,
     assisted_batches: int = 0,
     streamed_batches: int = 0,
+    state_bytes: int = 0,
     clock_step_s: float = 0.0,
     iteration_ms: IterationTime | None = None,
 ) -> AsyncIterator[EngineHarness]:
@@ -263,6 +264,7 @@ async def harness(
         shared=None if spare_bytes is None else shared_memory(spare_bytes, blocks, device_adapters),
         assisted_batches=assisted_batches,
         streamed_batches=streamed_batches,
+        state_bytes=state_bytes,
     )
     backend = FakeBackend(limits, layerwise=mode in LAYERWISE_MODES)
     layers = _STREAMED_LAYERS if streamed_batches else 1

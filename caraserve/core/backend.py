@@ -37,6 +37,9 @@ class Limits:
     max_step_tokens: int  # tokens in one iteration
     max_context: int  # positions of one request
     embedding_size: int  # numbers in an embedding, and in a vector of `SlotStart.prompt_embeds`
+    # Memory of each request slot for a state that its tokens change one after another, beside their keys and values. A
+    # row at position 0 begins it; no row can continue from KV blocks alone.
+    state_bytes: int = 0
     shared: SharedMemory | None = None  # None: KV blocks and adapters have memory of their own
     assisted_batches: int = 0  # maximum of concurrent assisted prefills; 0: CPU workers help only within iterations
     streamed_batches: int = 0  # maximum of concurrent streamed prefills; 0: a prefill waits for the whole download

@@ -73,6 +73,7 @@ class CpuBackend:
             max_context=sizes.max_context,
             streamed_batches=_STREAMED_PREFILLS,
             embedding_size=plan.hidden,
+            state_bytes=int(loaded.model["state_bytes"][0]),
         )
         self._plan, self._loaded, self._trace = plan, loaded, trace
         self.shares_cores = sizes.threads + len(sizes.lora_cpus) > len(os.sched_getaffinity(0))
@@ -85,6 +86,7 @@ class CpuBackend:
         self._prompt_embeds: dict[int, NDArray[np.float32]] = {}  # by request slot
         self._embed_addresses = np.zeros(sizes.num_slots, np.int64)
         self._kv = np.zeros(self.limits.num_blocks * block_bytes + 64, np.uint8)  # takes no memory until it is written
+        self._states = np.zeros(sizes.num_slots * self.limits.state_bytes + 64, np.uint8)  # neither does this
         self._cache = self._make_cache()
         tokens = max(sizes.max_step_tokens, sizes.num_slots)
         outputs = tokens + sizes.num_slots  # every token scored, every row sampled
@@ -342,4 +344,6 @@ class CpuBackend:
             history=int(self._history.ctypes.data),
             max_history=self._history.shape[1],
             prompt_embeds=int(self._embed_addresses.ctypes.data),
+            states=align_up(int(self._states.ctypes.data), 64),
+            state_bytes=self.limits.state_bytes,
         )

@@ -117,7 +117,8 @@ class Buffers:
         plan, tokens = self._plan, self._tokens
         # Whole pages: threads never share a cache line. A router takes a number for each expert and group.
         needed = scratch_bytes(max(one.head_dim for one in plan.attentions)), *(8 * one.experts for one in plan.moes)
-        scratch = align_up(max(needed), PAGE_BYTES)
+        for_delta_nets, of_delta_nets = self._for_delta_nets()
+        scratch = align_up(max(*needed, of_delta_nets), PAGE_BYTES)
         most_sites = max(len(group.sites) for layer in plan.layers for group in layer.groups)
         widths = {"hidden": self._hidden_pad, "added": self._hidden_pad, "shrunk": most_sites * MAX_RANK}
         return filled(
@@ -137,6 +138,7 @@ class Buffers:
             barrier=self._zeros(128),
             counters=self._zeros(8 * len(plan.layers)),
             **self._for_experts(),
+            **for_delta_nets,
             **inputs,
             **{name: self._zeros(4 * tokens * width) for name, width in widths.items()},
         )
@@ -164,6 +166,16 @@ class Buffers:
         )
         self._arrays.append(routed.view(np.uint8))
         return {"route": route.address, "mix": mix.address, "routed": int(routed.ctypes.data)}
+
+    def _for_delta_nets(self) -> tuple[dict[str, int], int]:
+        """Returns the fields of a BUFFERS record about delta nets, and the bytes of scratch that they need."""
+        nets = self._plan.delta_nets.values()
+        if not nets:
+            return {"convolve": 0, "recur": 0}, 0
+        from caraserve.cpu.delta_net import convolve, recur, scratch_bytes  # an import compiles them
+
+        needed = max(scratch_bytes(one.key_width, one.value_width, one.kernel) for one in nets)
+        return {"convolve": convolve.address, "recur": recur.address}, needed
 
     def _zeros(self, num_bytes: int) -> int:
         """Returns the 64-byte aligned address of zeroed memory that this object keeps."""

@@ -6,6 +6,7 @@ barrier after it. No Python runs inside, so the event loop has the interpreter l
 What is computed are the records of `structs.py`: layers of blocks, and blocks of two groups of projections around a
 body. Phases of a block (| is a barrier): [choose sources] the block before to the stream, norm | [LoRA shrink |]
 project + LoRA expand, activation | rotate, append KV | attend | [shrink |] project + expand, to the stream or apart |
+A delta net convolves before the barrier of its projection, and has recurrence | in place of attention's phases.
 A mixture of experts has route | before the second projection, if it has one, and after it experts.py's own phases.
 The bracketed phases run only when the batch has an adapter, so base-only traffic pays nothing for LoRA. While an
 adapter is arriving, its hand-off to CPU workers takes the place of its shrink, and adding their results that of its
@@ -40,6 +41,7 @@ from caraserve.cpu.simd import fetch_add, load_acquire, spin_pause, store_releas
 from caraserve.cpu.structs import (
     ATTENTION,
     BLOCK,
+    DELTA_NET,
     ENTRY_VECTORS,
     LAYER,
     LORA_ENTRY,
@@ -52,6 +54,7 @@ from caraserve.cpu.structs import (
     block_at,
     buffers_at,
     cache_at,
+    delta_net_at,
     group_at,
     layer_at,
     lora_at,
@@ -334,6 +337,14 @@ def decoder_layer(  # type: ignore[no-untyped-def]
             _call6(buffers.route, thread, team, buffers_address, batch_address, block.body, row_bytes)
             shared = moe_at(block.body).shared
             x = rows if shared == 0 else rows + mlp_at(shared).gate
+        elif block.kind == DELTA_NET:  # each thread convolves the panels that it has projected
+            given = thread, team, buffers_address, cache_address, batch_address, block.body
+            _call8(buffers.convolve, *given, group_at(block.group_in).panels, row_bytes)
+            meet(barrier, team)
+            note_workers(thread, lora, batch, group_at(block.group_in))
+            _call8(buffers.recur, *given, row_bytes, layer)
+            meet(barrier, team)
+            x = rows + delta_net_at(block.body).z
         else:  # each thread has the same panels of gate and up, so that it needs no barrier before the activation
             mlp = mlp_at(block.body)
             panels = mlp.panels

@@ -19,7 +19,7 @@ BLOCK_TOKENS = 16  # of a KV block
 NO_WINDOW = 1 << 30
 # With Python's integers, Numba would compile each callee again.
 NO_COLUMN = np.int64(-1)
-ATTENTION, MLP, MOE = np.int64(0), np.int64(1), np.int64(2)  # kinds of BLOCK
+ATTENTION, MLP, MOE, DELTA_NET = (np.int64(kind) for kind in range(4))  # kinds of BLOCK
 
 
 def _record(*words: str, floats: tuple[str, ...] = ()) -> np.dtype[np.void]:
@@ -36,6 +36,7 @@ MODEL = _record(
     *("layers", "hidden", "hidden_pad", "vocab", "vocab_pad"),
     "most_sites",  # of a layer
     "kv_block_bytes",  # of all layers
+    "state_bytes",  # of a request slot, of all layers
     *("embed", "embed_dtype"),  # → rows of the embedding
     "tied",  # 1: `embed` are panels, those of the head
     "positions",  # → fp32 [positions, hidden], added to embeddings
@@ -53,7 +54,7 @@ LAYER = _record(
 
 # stream += post(body(rows)) · multiplier, then stream *= scalar, where rows = pre(stream), or those of the block before
 BLOCK = _record(
-    *("kind", "body"),  # → ATTENTION_BODY, MLP_BODY or MOE_BODY
+    *("kind", "body"),  # → ATTENTION_BODY, MLP_BODY, MOE_BODY or DELTA_NET_BODY
     *("pre", "post"),  # → NORM
     "adds_directly",  # 1: the last projection adds to the stream; there is no `post`, and multiplier and scalar are 1
     "keeps_rows",  # 1: reads the rows of the layer's first block
@@ -128,6 +129,22 @@ MOE_BODY = _record(
     floats=("scale",),
 )
 
+# Columns as above; q, k and v are the first, one after another. The body's outputs replace z. Offsets are bytes in a
+# slot's state.
+DELTA_NET_BODY = _record(
+    *("key_heads", "value_heads"),
+    *("key_width", "key_padded", "value_width"),
+    *("q", "k", "v", "z", "a", "b"),  # columns
+    "kernel",  # inputs of the convolution
+    "channel_panels",  # of q, k and v
+    "convolution",  # → fp32 [kernel, channel_panels · 64]
+    *("negative_rate", "step_bias"),  # → fp32 [value_heads], -e^A and the bias of a
+    "norm",  # → NORM
+    "inputs_offset",  # of fp32 [kernel - 1, channel_panels · 64], the last inputs of the convolution
+    "matrices_offset",  # of fp32 [value_heads, padded value width / 16, key_padded, 16]
+    floats=("scale",),  # of q
+)
+
 # The rows of experts in one iteration. A pair: a token and one of its `top_k` experts.
 ROUTED = _record(
     "chosen",  # → int64 [pairs], experts
@@ -147,6 +164,7 @@ BUFFERS = _record(
     *("attend_tile", "normalise", "project", "decoder_layer"),
     *("route", "mix"),  # 0: no layer has experts
     "routed",  # → ROUTED
+    *("convolve", "recur"),  # 0: no layer has a delta net
     "hidden",  # [tokens, hidden_pad], the residual stream
     "normed",  # [outputs + embeddings, hidden_pad], the rows that blocks read
     "projected",  # [tokens, widest row], what the first group of a block writes; the body works in place
@@ -190,7 +208,7 @@ LORA = _record(
 )
 LOST = np.int64(-1)
 
-# KV blocks, and the state of each request slot.
+# KV blocks, and what belongs to each request slot.
 CACHE = _record(
     "base",  # fp32 [num_blocks, for each layer kv_heads · 2 · 16 · head_dim]
     "blocks",  # → int64 [slots, max_blocks]
@@ -198,6 +216,7 @@ CACHE = _record(
     "history",  # → int64 [slots, max_history] token ids
     "max_history",
     "prompt_embeds",  # → int64 [slots], addresses of fp32 [vectors, hidden]: a token -1 - i is vector i
+    *("states", "state_bytes"),  # [slots], of delta nets; a row at position 0 starts from zeros
 )
 
 # One iteration: counts, and addresses of int64 arrays. Tokens of a row are consecutive; rows are ordered by adapter
@@ -240,6 +259,7 @@ def _record_at(kind: np.dtype[np.void]) -> Any:
 model_at, lora_at, batch_at, buffers_at, cache_at = map(_record_at, (MODEL, LORA, BATCH, BUFFERS, CACHE))
 layer_at, block_at, group_at, site_at, norm_at = map(_record_at, (LAYER, BLOCK, GROUP, SITE, NORM))
 attention_at, mlp_at, moe_at, routed_at = map(_record_at, (ATTENTION_BODY, MLP_BODY, MOE_BODY, ROUTED))
+delta_net_at = _record_at(DELTA_NET_BODY)
 
 
 @intrinsic

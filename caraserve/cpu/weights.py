@@ -20,8 +20,8 @@ from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, Dtype, decoded, to_float32
 from caraserve.model.formats import Matrix, TensorReader, WeightFormat
 from caraserve.model.formats.plain import PLAIN
-from caraserve.model.linear_plan import LinearPlan
-from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, Mlp, Moe, Norm, Rope
+from caraserve.model.linear_plan import LinearPlan, accumulated
+from caraserve.model.plan import Attention, Block, DecoderPlan, DeltaNet, Group, LayerPlan, Mlp, Moe, Norm, Rope
 from caraserve.model.rope import alibi_slopes, growth_of_q, rope_tables
 from caraserve.util.units import align_up, ceil_div
 
@@ -68,13 +68,10 @@ def compile_kernels(plan: DecoderPlan) -> None:
 def _check(plan: DecoderPlan) -> None:
     for index, layer in enumerate(plan.layers):
         for block in layer.blocks:
-            if not isinstance(block.body, Attention | Mlp | Moe):
-                raise ModelLoadError(
-                    f"layer {index} has a {type(block.body).__name__}, which the CPU cannot compute; it computes "
-                    "attention, MLPs and experts"
-                )
-        if sum(isinstance(block.body, Attention) for block in layer.blocks) > 1:
-            raise ModelLoadError(f"layer {index} has more than one attention, which the CPU cannot compute")
+            if isinstance(block.body, DeltaNet) and [site.role for site in layer.sites][:3] != ["q", "k", "v"]:
+                raise ModelLoadError(f"layer {index} has a delta net whose first outputs are not q, k and v")
+        if sum(isinstance(block.body, Attention | DeltaNet) for block in layer.blocks) > 1:
+            raise ModelLoadError(f"layer {index} has more than one attention or delta net; the CPU computes one")
 
 
 class _Loader:
@@ -83,7 +80,7 @@ class _Loader:
     def __init__(self, plan: DecoderPlan, dtype: Dtype, max_context: int, read: TensorReader) -> None:
         self._plan, self._dtype, self._max_context, self._read = plan, dtype, max_context, read
         self._memory = WeightMemory()
-        self._kv_block_bytes = 0  # of the layers so far
+        self._kv_block_bytes = self._state_bytes = 0  # of the layers so far
         self._ropes = {rope: self._rope(rope) for rope in plan.ropes}
 
     def load(self, progress: Callable[[], None]) -> LoadedModel:
@@ -104,6 +101,7 @@ class _Loader:
             vocab_pad=align_up(plan.vocab_size, PANEL),
             most_sites=plan.most_sites,
             kv_block_bytes=self._kv_block_bytes,
+            state_bytes=self._state_bytes,
             layer=self._memory.records(layers),
             site=int(sites.ctypes.data),
             final=self._norm(plan.final, plan.hidden),
@@ -213,6 +211,8 @@ class _Loader:
             kind, body = structs.ATTENTION, self._attention(block.body, offsets)
         elif isinstance(block.body, Moe):
             kind, body = structs.MOE, self._moe(block.body, offsets)
+        elif isinstance(block.body, DeltaNet):
+            kind, body = structs.DELTA_NET, self._delta_net(block.body, offsets)
         else:
             assert isinstance(block.body, Mlp)
             kind, body = structs.MLP, self._mlp(block.body, offsets)
@@ -305,6 +305,39 @@ class _Loader:
             adds_second=how == "top2",
             normalises=body.normalise,
             scale=body.scale,
+        )
+
+    def _delta_net(self, body: DeltaNet, offsets: Mapping[str, int]) -> NDArray[np.void]:
+        widths = dict.fromkeys("qk", body.key_heads * body.key_width) | {"v": body.value_heads * body.value_width}
+        panels = sum(ceil_div(width, PANEL) for width in widths.values())
+        stored = self._values(body.convolution, (body.channels, 1, body.kernel))
+        taps = np.zeros((body.kernel, PANEL * panels), np.float32)
+        for start, (role, width) in zip(accumulated(widths.values()), widths.items(), strict=False):
+            column = offsets[role] // 4
+            taps[:, column : column + width] = stored[start : start + width, 0].T
+        of_heads = (self._values(name, (body.value_heads,)) for name in (body.log_decay, body.step_bias))
+        log_decay, step_bias = of_heads
+        keys, values = align_up(body.key_width, LANES), align_up(body.value_width, LANES)
+        inputs_offset = self._state_bytes
+        matrices_offset = inputs_offset + 4 * PANEL * panels * (body.kernel - 1)
+        self._state_bytes = matrices_offset + 4 * keys * values * body.value_heads
+        return structs.filled(
+            structs.DELTA_NET_BODY,
+            key_heads=body.key_heads,
+            value_heads=body.value_heads,
+            key_width=body.key_width,
+            key_padded=keys,
+            value_width=body.value_width,
+            **{role: offsets[role] for role in "qkvzab"},
+            kernel=body.kernel,
+            channel_panels=panels,
+            convolution=self._memory.vectors(taps, PANEL * panels),
+            negative_rate=self._memory.vectors(-np.exp(log_decay)),
+            step_bias=self._memory.vectors(step_bias),
+            norm=self._norm(body.norm, body.value_width, body.value_heads),
+            inputs_offset=inputs_offset,
+            matrices_offset=matrices_offset,
+            scale=body.key_width**-0.5,
         )
 
     # --- vectors ---

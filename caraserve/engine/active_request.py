@@ -158,9 +158,10 @@ class ActiveRequest:
         self.request.computed += row.count
         self.request.launched_outputs += row.samples
 
-    def rollback(self, row: ScheduledRow) -> None:
-        """Uncounts a launched row of which nothing was computed. It is launched again, without CPU workers."""
-        self.request.computed -= row.count
+    def rollback(self, row: ScheduledRow, *, has_state: bool = False) -> None:
+        """Uncounts a launched row that was not computed to its end. It is launched again, without CPU workers.
+        `has_state`: the slot has a state that some layers have advanced already, so the request begins again."""
+        self.request.computed = 0 if has_state else self.request.computed - row.count
         self.request.launched_outputs -= row.samples
         self.assist = False
 

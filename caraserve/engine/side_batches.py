@@ -144,7 +144,7 @@ class SideBatches:
             elif active.is_finished:
                 continue
             elif outcome.rows[0].needs_retry:
-                active.rollback(row)
+                active.rollback(row, has_state=self._limits.state_bytes > 0)
                 if not (self._limits.assisted_batches and active.can_run):
                     requeue(active)
             else:

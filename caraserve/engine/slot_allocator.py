@@ -23,7 +23,7 @@ class SlotAllocator:
         # No iteration takes more: as long as so many are free, the pool need not grow.
         self.iteration_blocks = ceil_div(limits.max_step_tokens, limits.block_tokens) + limits.num_slots
         self._backend, self._limits, self._manager, self._eos_ids = backend, limits, manager, eos_ids
-        self._prefix_caching = prefix_caching
+        self._prefix_caching = prefix_caching and not limits.state_bytes  # blocks lack the state after them
         self._free = list(range(limits.num_slots - 1, -1, -1))
         self._starts: list[SlotStart] = []  # of requests that took a slot since the last launch
         self._grants: list[BlockGrant] = []  # their reused prefixes

@@ -39,7 +39,14 @@ from caraserve.gpu.memory.link_queue import LinkQueue
 from caraserve.gpu.memory.masks import LaneMasks, mask_bytes
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape, all_groups
 from caraserve.gpu.memory.pool import GRANULE_BYTES, DevicePool
-from caraserve.gpu.memory.request_state import BLOCK_TOKENS, RequestSlots, block_bytes, make_state
+from caraserve.gpu.memory.request_state import (
+    BLOCK_TOKENS,
+    RequestSlots,
+    block_bytes,
+    make_delta_nets,
+    make_state,
+    slot_state_bytes,
+)
 from caraserve.gpu.memory.results import ResultBlocks, Waiter, result_bytes
 from caraserve.gpu.memory.staging_ring import StagingRing
 from caraserve.gpu.memory.sync_slots import RegionWords
@@ -115,8 +122,9 @@ class BackendParts:
         region, host = _host_memory(plan, dtype, sizes, capacities, driver)
         self.context = context = _channels(device, region, host)
         _first_products(context, weights)
+        delta_nets = make_delta_nets(plan, weights.dtype, device.device, sizes.num_slots)  # the pool takes what is left
         memory = torch.empty(_pool_bytes(driver, sizes), dtype=torch.uint8, device=device.device)
-        state = make_state(plan, weights.dtype, memory, sizes.num_slots, sizes.max_context)
+        state = make_state(plan, weights.dtype, memory, sizes.num_slots, sizes.max_context, delta_nets)
         self.limits = _limits(plan, weights.dtype, sizes, memory.numel())
         self.copies = copies = Waiter(driver, "caraserve-copies")
         self.images = DeviceImages(
@@ -358,4 +366,5 @@ def _limits(plan: DecoderPlan, dtype: torch.dtype, sizes: GpuSizes, pool_bytes: 
         shared=SharedMemory(pool_bytes, block, GRANULE_BYTES, adapter_bytes, least),
         assisted_batches=SYNC_SLOTS if sizes.lora_cpus else 0,
         embedding_size=plan.hidden,
+        state_bytes=slot_state_bytes(plan, dtype),
     )

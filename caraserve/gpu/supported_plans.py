@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from caraserve.core.lora_layout import A_COLUMNS
 from caraserve.cpu.handoff import MOST_SITES
 from caraserve.errors import ModelLoadError
-from caraserve.model.plan import Attention, Block, DecoderPlan, Mlp, Moe
+from caraserve.model.plan import Attention, Block, DecoderPlan, DeltaNet, Mlp, Moe
 
 _WIDEST_HEAD = 256  # with wider ones the attention of prompts needs more shared memory than there is
 
@@ -14,8 +14,8 @@ def check_plan(plan: DecoderPlan) -> None:
     """Raises ModelLoadError with the first thing of a plan that the CUDA backend cannot compute."""
     for index, layer in enumerate(plan.layers):
         problems = [problem for block in layer.blocks for problem in _problems(block)]
-        if sum(isinstance(block.body, Attention) for block in layer.blocks) > 1:
-            problems.append("more than one attention")
+        if sum(isinstance(block.body, Attention | DeltaNet) for block in layer.blocks) > 1:
+            problems.append("more than one attention or delta net")
         if any(block.reads_first_rows for block in layer.blocks) and layer.blocks[0].pre is None:
             problems.append("blocks that read the same rows, and no norm before them")
         if any(len(group.sites) > MOST_SITES for group in layer.groups):
@@ -42,8 +42,10 @@ def _problems(block: Block) -> Iterator[str]:
             yield "clamped_swiglu without a gate"
     elif isinstance(body, Moe):
         yield from _problems_of_experts(body)
-    else:
-        yield f"a {type(body).__name__}"
+    elif [part.role for linear in body.linears for part in linear.parts][:3] != ["q", "k", "v"]:
+        yield "a delta net whose first outputs are not q, k and v"
+    elif max(body.key_width, body.value_width) > _WIDEST_HEAD:
+        yield f"a delta net with heads of {body.key_width} and {body.value_width} numbers, more than {_WIDEST_HEAD}"
 
 
 def _problems_of_experts(body: Moe) -> Iterator[str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from caraserve.errors import ModelLoadError
 from caraserve.gpu.attention.base import NO_WINDOW, LayerAttention
+from caraserve.gpu.kernels.delta_net import DeltaNetWeights
 from caraserve.gpu.kernels.experts import ExpertWeights
 from caraserve.gpu.kernels.heads import Heads, RopeTables
 from caraserve.gpu.kernels.norms import NormWeights
@@ -26,7 +27,7 @@ from caraserve.model.dtype import Dtype
 from caraserve.model.formats import WeightFormat
 from caraserve.model.formats.plain import PLAIN
 from caraserve.model.linear_plan import LinearPlan
-from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, Moe, Norm, Rope
+from caraserve.model.plan import Attention, Block, DecoderPlan, DeltaNet, Group, LayerPlan, Moe, Norm, Rope
 from caraserve.model.rope import alibi_slopes, growth_of_q, rope_tables
 from caraserve.util.units import human_bytes
 
@@ -48,6 +49,7 @@ class BlockWeights:
     heads: Heads | None  # of attention
     attention: LayerAttention | None
     experts: ExpertWeights | None
+    delta_net: DeltaNetWeights | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +187,10 @@ class _Loader:
         if isinstance(block.body, Attention):
             heads, attention = self._heads(block.body, first), self._attention(block.body)
         experts = load_experts(self._loader, block.body) if isinstance(block.body, Moe) else None
+        delta_net = self._delta_net(block.body, first) if isinstance(block.body, DeltaNet) else None
         pre = None if block.reads_first_rows else self._norm(block.pre, self._plan.hidden)
         post = self._norm(block.post, self._plan.hidden)
-        return BlockWeights(pre, post, block.multiplier, scalar, heads, attention, experts)
+        return BlockWeights(pre, post, block.multiplier, scalar, heads, attention, experts, delta_net)
 
     def _heads(self, body: Attention, group: Group) -> Heads:
         columns = columns_of(group)
@@ -209,6 +212,28 @@ class _Loader:
         slopes = torch.from_numpy(alibi_slopes(body.heads)).to(self._loader.device) if body.alibi else None
         sinks = None if body.sinks is None else self._loader.filled(body.sinks, (body.heads,), torch.float32)
         return LayerAttention(body.scale, body.cap, body.window or NO_WINDOW, sinks, slopes)
+
+    def _delta_net(self, body: DeltaNet, group: Group) -> DeltaNetWeights:
+        def of_heads(name: str) -> Tensor:
+            return self._loader.filled(name, (body.value_heads,), torch.float32)
+
+        columns, norm = columns_of(group), self._norm(body.norm, body.value_width, body.value_heads)
+        assert norm is not None
+        return DeltaNetWeights(
+            key_heads=body.key_heads,
+            value_heads=body.value_heads,
+            key_width=body.key_width,
+            value_width=body.value_width,
+            z=columns["z"].start,
+            a=columns["a"].start,
+            b=columns["b"].start,
+            convolution=self._loader.filled(body.convolution, (body.channels, 1, body.kernel), torch.float32).squeeze(
+                1
+            ),
+            negative_rate=-of_heads(body.log_decay).exp(),
+            step_bias=of_heads(body.step_bias),
+            norm=norm,
+        )
 
     def _rope(self, rope: Rope) -> RopeTables:
         cos, sin = (torch.from_numpy(table).to(self._loader.device) for table in rope_tables(rope, self._max_context))

@@ -10,7 +10,7 @@ A linear is a module as checkpoints and adapters name it. A part is those of its
 part in its layer. A fused module (`qkv_proj`) has several parts, others have one, so backends see the same sites.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -153,7 +153,8 @@ class Moe:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """A gated delta rule, whose state per request is a matrix [key width, value width] for each value head."""
+    """A gated delta rule over q, k and v after a causal convolution and silu. The state of a request: for each value
+    head a matrix [key width, value width], and the last inputs of the convolution."""
 
     linears: tuple[LinearPlan, ...]  # with the roles q, k, v, z, a, b
     out: LinearPlan
@@ -161,11 +162,15 @@ class DeltaNet:
     log_decay: str  # tensor [value heads], A_log
     step_bias: str  # tensor [value heads], dt_bias
     norm: Norm
-    key_heads: int
+    key_heads: int  # each serves as many consecutive value heads as the others
     value_heads: int
     key_width: int
     value_width: int
-    kernel: int
+    kernel: int  # tokens that the convolution sees
+
+    @property
+    def channels(self) -> int:  # of the convolution: q, k and v
+        return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
 
     @property
     def linear_groups(self) -> tuple[tuple[LinearPlan, ...], ...]:
@@ -407,6 +412,11 @@ class DecoderPlan:
     @cached_property
     def moes(self) -> tuple[Moe, ...]:
         return tuple(moe for layer in self.layers for moe in layer.moes)
+
+    @cached_property
+    def delta_nets(self) -> Mapping[int, DeltaNet]:  # by layer
+        found = ((layer, block.body) for layer, one in enumerate(self.layers) for block in one.blocks)
+        return {layer: body for layer, body in found if isinstance(body, DeltaNet)}
 
     @cached_property
     def targets(self) -> tuple[str, ...]:

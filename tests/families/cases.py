@@ -79,6 +79,21 @@ _GRANITE4 = {
     "mamba_d_head": 16,
 }
 _HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_DELTA_NET = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
 # Of vision towers, which a text model leaves out.
 _PIXTRAL = {
     "hidden_size": 16,
@@ -180,6 +195,14 @@ CASES: dict[str, Case] = {
                 "mrope_interleaved": True,
             },
         ),
+    ),
+    "qwen 3.5": Case("Qwen3_5Text", "Qwen3_5ForCausalLM", _DELTA_NET, offset=1.0),
+    "qwen 3.5 with images": Case(
+        "Qwen3_5",
+        "Qwen3_5ForConditionalGeneration",
+        {"vision_config": _QWEN_VISION | {"num_position_embeddings": 16}, **_QWEN_TOKENS},
+        offset=1.0,
+        text=_text(**_DELTA_NET),
     ),
     "smollm 3": Case("SmolLM3", "SmolLM3ForCausalLM", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
     "smollm 3, windows": Case(

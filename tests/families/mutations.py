@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from caraserve.model.linear_plan import LinearPlan
-from caraserve.model.plan import Attention, Block, DecoderPlan, LayerPlan, Mlp, Moe, Norm, Rope
+from caraserve.model.plan import Attention, Block, DecoderPlan, DeltaNet, LayerPlan, Mlp, Moe, Norm, Rope
 from tests.plans.executor import CONTEXT
 
 Change = Callable[[Any], Any]  # None: there is nothing to change in this instance
@@ -69,6 +69,12 @@ MUTATIONS: dict[str, tuple[type, Change]] = {
     ),
     "activation of experts": (Moe, lambda body: replace(body, activation="gelu")),
     "gate and up of experts swapped": (Moe, lambda body: replace(body, gate=body.up, up=body.gate)),
+    "q and k of delta nets swapped": (DeltaNet, lambda body: _swapped(body, "q", "k")),
+    "decay and rate of delta nets swapped": (DeltaNet, lambda body: _swapped(body, "a", "b")),
+    "biases of delta nets swapped": (
+        DeltaNet,
+        lambda body: replace(body, log_decay=body.step_bias, step_bias=body.log_decay),
+    ),
     "norm before a block": (Block, lambda block: replace(block, pre=None) if block.pre else None),
     "norm after a block": (Block, lambda block: replace(block, post=None) if block.post else None),
     "multiplier": (Block, lambda block: replace(block, multiplier=1.02 * block.multiplier)),

@@ -19,7 +19,7 @@ from tests.processes import fleet, free_ports
 from tests.serving import engine_config, lora_config, model_config, running, submit
 
 LARGEST_TOKEN = 90  # those above stand for images
-ALWAYS = ("gemma 3", "phi 4 mini, short", "cohere 2", "qwen 2.5 with images")  # the others take two minutes
+ALWAYS = ("gemma 3", "phi 4 mini, short", "cohere 2", "qwen 2.5 with images", "qwen 3.5")  # the others take two minutes
 
 
 def cases() -> list[Any]:
@@ -88,3 +88,24 @@ def test_the_command_line_serves_a_family(name: str, tmp_path: Path) -> None:
     for (prompt, adapter), tokens in zip(asked, answers, strict=True):
         assert len(tokens) == 12
         oracle.check_greedy(prompt, adapter, tokens)
+
+
+async def test_choices_of_one_prompt_and_those_after_cancelled_requests_have_states_of_their_own(
+    tmp_path: Path,
+) -> None:
+    """With four slots, which later requests take over from cancelled ones; prompts in chunks of 16 tokens."""
+    case, rng = resized(CASES["qwen 3.5"]), random.Random(7)
+    made = make(case, tmp_path)
+    save_tokenizer(made.folder, with_bos=False)
+    adapters = {adapter: folder for adapter, (folder, _) in made.adapters.items()}
+    oracle = Oracle(made.folder, adapters, getattr(transformers, case.model))
+    prompt, *others = prompts(rng, 7)
+    settings = engine_config(seqs=4, step_tokens=16, kv_bytes=1 << 20, threads=2)
+    async with running(model_config(made.folder, max_model_len=100), lora_config(adapters), settings) as engine:
+        left = [submit(engine, each, "all", max_tokens=30) for each in others]
+        choices = [submit(engine, prompt, "last", max_tokens=12) for _ in range(3)]
+        for index, task in enumerate(left):
+            asyncio.get_running_loop().call_later(0.004 * index, task.cancel)
+        for choice in await asyncio.gather(*choices):
+            assert choice.finish.cached_tokens == 0
+            oracle.check_greedy(prompt, "last", choice.token_ids)

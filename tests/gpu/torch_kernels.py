@@ -32,6 +32,7 @@ from tests.gpu_device.plain_layers import attend
 
 _LAYERS = (
     *("embed", "add_and_norm", "rotate_and_append", "activate", "multiply_by_gate", "apply_experts", "cap_logits"),
+    "apply_delta_net",
 )
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from caraserve.gpu.attention.base import LayerAttention
 from caraserve.gpu.forward.batch import NO_TOKEN
+from caraserve.gpu.kernels.delta_net import DeltaNetState, DeltaNetWeights
 from caraserve.gpu.kernels.experts import ExpertRoom, ExpertWeights, Routing
 from caraserve.gpu.kernels.heads import Heads, RopeTables
 from caraserve.gpu.kernels.norms import NormWeights
@@ -147,6 +148,38 @@ def apply_experts(
     for expert in weights.any(0).nonzero().flatten().tolist():
         total[rows] += weights[rows, expert, None] * expert_output(experts, expert, x[rows])
     out.copy_(out + total if adds else total)
+
+
+def apply_delta_net(
+    projected: Tensor, mixed: Tensor, out: Tensor, tokens: TokenTables, state: DeltaNetState, net: DeltaNetWeights
+) -> None:
+    """Computes rows one token after another, as if each were a batch of its own."""
+    keys, heads = net.key_heads * net.key_width, net.value_heads
+    for row in range(len(projected)):
+        slot, position = int(tokens.slot[row]), int(tokens.position[row])
+        if position == NO_TOKEN:
+            continue
+        inputs, matrices = state.inputs[slot], state.matrices[slot]
+        if position == 0:
+            inputs.zero_()
+            matrices.zero_()
+        kept = len(inputs)
+        x = projected[row, : net.channels]
+        past = [inputs[(position - back) % kept] for back in range(net.convolution.shape[1] - 1, 0, -1)]
+        total = (torch.stack([*past, x]).to(x.dtype) * net.convolution.T.to(x.dtype)).sum(0)
+        inputs[position % kept] = x
+        mixed[row] = torch.nn.functional.silu(total)
+        q, k, v = mixed[row].split([keys, keys, net.channels - 2 * keys])
+        q, k = (one.view(net.key_heads, -1).repeat_interleave(heads // net.key_heads, 0) for one in (q, k))
+        q, k = (one / (one.square().sum(1, keepdim=True) + 1e-6).sqrt() for one in (q, k))
+        a, b = (projected[row, first : first + heads] for first in (net.a, net.b))
+        decay = (net.negative_rate.to(a.dtype) * torch.nn.functional.softplus(a + net.step_bias)).exp()
+        matrices *= decay[:, None, None]
+        error = (v.view(heads, -1) - torch.einsum("hkv,hk->hv", matrices.to(k.dtype), k)) * b.sigmoid()[:, None]
+        matrices += k[:, :, None] * error[:, None, :]
+        result = torch.einsum("hkv,hk->hv", matrices.to(q.dtype), q) * net.key_width**-0.5
+        z = projected[row, net.z : net.z + len(v)].view(heads, -1)
+        out[row] = (normed(result, net.norm) * torch.nn.functional.silu(z)).flatten()
 
 
 def expert_output(experts: ExpertWeights, expert: int, x: Tensor) -> Tensor:

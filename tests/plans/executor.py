@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from caraserve.model.dtype import to_float32
 from caraserve.model.formats import TensorReader, WeightFormat
 from caraserve.model.linear_plan import LinearPlan, Rows
-from caraserve.model.plan import Attention, DecoderPlan, ExpertTensor, Mlp, Moe, Norm, Rope
+from caraserve.model.plan import Attention, DecoderPlan, DeltaNet, ExpertTensor, Mlp, Moe, Norm, Rope
 
 Floats = NDArray[np.float64]
 _CLAMP = 7.0
+_LENGTH_EPS = 1e-6  # of q and k in delta nets
 CONTEXT = 128  # tokens of the longest request
 
 
@@ -63,6 +64,8 @@ class Executor:
             return self._attention(body, rows)
         if isinstance(body, Moe):
             return self._moe(body, rows)
+        if isinstance(body, DeltaNet):
+            return self._delta_net(body, rows)
         assert isinstance(body, Mlp)
         roles = self._project(body.linears, rows)
         if body.is_gated:
@@ -137,6 +140,28 @@ class Executor:
         weights = (weights / weights.sum(axis=2, keepdims=True))[:, :, :count]
         out = np.einsum("hqk,khd->qhd", weights, v).reshape(count, -1)
         return self._linear(body.out, out * sigmoid(roles["gate"]) if body.gated else out)
+
+    def _delta_net(self, body: DeltaNet, rows: Floats) -> Floats:
+        count, roles = len(rows), self._project(body.linears, rows)
+        mixed = np.concatenate([roles[role] for role in "qkv"], axis=1)
+        before = np.concatenate([np.zeros((body.kernel - 1, mixed.shape[1])), mixed])
+        weight = self._tensor(body.convolution, (mixed.shape[1], 1, body.kernel))[:, 0]
+        mixed = activated("silu", sum(before[tap : tap + count] * weight[:, tap] for tap in range(body.kernel)))
+        keys, shared = body.key_heads * body.key_width, body.value_heads // body.key_heads
+        q, k, v = np.split(mixed, [keys, 2 * keys], axis=1)
+        q, k = (one.reshape(count, body.key_heads, body.key_width) for one in (q, k))
+        q, k = (one / np.sqrt((one * one).sum(2, keepdims=True) + _LENGTH_EPS) for one in (q, k))
+        q, k = (np.repeat(one, shared, axis=1) for one in (q / math.sqrt(body.key_width), k))
+        v, z = (one.reshape(count, body.value_heads, body.value_width) for one in (v, roles["z"]))
+        log_decay, step_bias = (self._tensor(name, (body.value_heads,)) for name in (body.log_decay, body.step_bias))
+        decay = np.exp(-np.exp(log_decay) * np.log1p(np.exp(roles["a"] + step_bias)))
+        state, out = np.zeros((body.value_heads, body.key_width, body.value_width)), np.zeros(v.shape)
+        for token in range(count):
+            state = state * decay[token][:, None, None]
+            error = (v[token] - np.einsum("hkv,hk->hv", state, k[token])) * sigmoid(roles["b"][token])[:, None]
+            state = state + k[token][:, :, None] * error[:, None, :]
+            out[token] = np.einsum("hkv,hk->hv", state, q[token])
+        return self._linear(body.out, (self._norm(body.norm, out) * activated("silu", z)).reshape(count, -1))
 
     def _project(self, linears: tuple[LinearPlan, ...], rows: Floats) -> dict[str, Floats]:
         roles = {}

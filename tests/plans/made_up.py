@@ -15,7 +15,7 @@ from caraserve.model.formats.mxfp4 import MXFP4
 from caraserve.model.formats.plain import PLAIN
 from caraserve.model.formats.scaled_codes import Inputs
 from caraserve.model.linear_plan import LinearPlan, Part, interleaved_rows, part_rows
-from caraserve.model.plan import Attention, Block, DecoderPlan, ExpertTensor, LayerPlan, Mlp, Moe, Norm, Rope
+from caraserve.model.plan import Attention, Block, DecoderPlan, DeltaNet, ExpertTensor, LayerPlan, Mlp, Moe, Norm, Rope
 
 # No width is a whole number of panels; K and V of a layer are half a panel.
 HIDDEN, HEADS, KV_HEADS, DIM, INTER, VOCAB, POSITIONS = 96, 4, 2, 16, 160, 80, 128
@@ -237,6 +237,48 @@ def experts() -> DecoderPlan:
     return decoder(blocks, 4)
 
 
+def delta_nets() -> DecoderPlan:
+    """Two delta nets and attention between them: one with a fused module and value heads that share key heads, one
+    with a module for each role. Widths of keys and values differ."""
+
+    def net(layer: int, names: tuple[str, ...], key: tuple[int, int], value: tuple[int, int], kernel: int) -> DeltaNet:
+        keys, values = key[0] * key[1], value[0] * value[1]
+        outputs = {"q": keys, "k": keys, "v": values, "z": values, "b": value[0], "a": value[0]}
+        name = f"model.layers.{layer}.delta"
+        return DeltaNet(
+            linears=tuple(
+                linear(
+                    layer, f"delta.in_{roles}", HIDDEN, *((role, outputs[role]) for role in roles), bias=roles == "z"
+                )
+                for roles in names
+            ),
+            out=linear(layer, "delta.out", values, ("out", HIDDEN)),
+            convolution=f"{name}.convolution",
+            log_decay=f"{name}.log_decay",
+            step_bias=f"{name}.step_bias",
+            norm=norm(layer, "delta", scope="head"),
+            key_heads=key[0],
+            value_heads=value[0],
+            key_width=key[1],
+            value_width=value[1],
+            kernel=kernel,
+        )
+
+    def blocks(layer: int) -> tuple[Block, ...]:
+        attention, mlp = (
+            replace(block, pre=norm(layer, f"before_{number}"), reads_first_rows=False)
+            for number, block in enumerate(parallel().layers[0].with_linears(lambda one: _of_layer(one, layer)).blocks)
+        )
+        if layer == 0:
+            return Block(net(0, ("qkv", "z", "b", "a"), (2, 16), (6, 24), 4), norm(0, "before_delta")), mlp
+        if layer == 1:
+            return attention, mlp
+        body = net(2, ("q", "k", "v", "a", "b", "z"), (4, 20), (4, 12), 3)
+        return Block(body, norm(2, "before_delta"), norm(2, "after_delta"), multiplier=0.8), mlp
+
+    return decoder(blocks)
+
+
 def _of_layer(one: LinearPlan, layer: int) -> LinearPlan:
     return replace(one, module=one.module.replace("layers.0.", f"layers.{layer}."))
 
@@ -247,6 +289,7 @@ PLANS: dict[str, Callable[[], DecoderPlan]] = {
     "gated": gated,
     "mixed": mixed,
     "experts": experts,
+    "delta nets": delta_nets,
 }
 
 
@@ -263,7 +306,7 @@ def _blocks(change: Callable[[Block], Block]) -> Change:
     return changed
 
 
-def body(kind: type[Attention] | type[Mlp] | type[Moe], **fields: Any) -> Change:
+def body(kind: type[Attention | Mlp | Moe | DeltaNet], **fields: Any) -> Change:
     def change(block: Block) -> Block:
         return replace(block, body=replace(block.body, **fields)) if isinstance(block.body, kind) else block
 
@@ -400,6 +443,14 @@ CHANGES: dict[str, dict[str, Change]] = {
         "clamped swiglu": body(Moe, activation="clamped_swiglu"),
         "fp8 experts": expert_tensors(lambda one: "{expert}" in one.tensor, format=Fp8(Inputs.KEPT)),
         "mxfp4 experts": expert_tensors(lambda one: one.is_transposed, format=MXFP4, is_transposed=False),
+    },
+    "delta nets": {
+        "other decay": body(DeltaNet, log_decay="model.another_decay"),
+        "other bias of steps": body(DeltaNet, step_bias="model.another_step_bias"),
+        "other convolution": body(DeltaNet, convolution="model.another_convolution"),
+        "longer convolution": body(DeltaNet, kernel=5),
+        "norm of heads": body(DeltaNet, norm=norm(2, "another", offset=0.5, scope="head")),
+        "wider keys": body(DeltaNet, key_heads=2, key_width=40),
     },
     "gated": {
         "no gate": body(Attention, gated=False),

@@ -16,7 +16,7 @@ from caraserve.gpu.linear import formats as gpu_formats
 from caraserve.gpu.supported_plans import check_plan
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
-from caraserve.model.plan import Attention, Block, DecoderPlan, DeltaNet, LayerPlan, Mlp
+from caraserve.model.plan import Attention, DecoderPlan, LayerPlan, Mlp
 from caraserve.profiling.microbench import MeasuredBackend
 from tests.gpu.torch_kernels import torch_kernels
 from tests.plans import cpu, four_bits_cpu, four_bits_gpu, gpu
@@ -24,7 +24,7 @@ from tests.plans.driving import greedy, logprobs, make_adapter
 from tests.plans.executor import Executor
 from tests.plans.four_bits import FourBits
 from tests.plans.fused import tensors_of, write
-from tests.plans.made_up import CHANGES, HIDDEN, PLANS, VOCAB, Tensors, body, linear, linears
+from tests.plans.made_up import CHANGES, PLANS, VOCAB, Tensors, body, linears
 from tests.plans.scaled_lora import ScaledLora
 
 TOKENS = [(37 * index * index + 11) % VOCAB for index in range(45)]  # more than two KV blocks and all windows
@@ -106,7 +106,7 @@ def test_an_adapter_changes_every_module_of_a_plan(name: str, backend: str, is_m
     assert np.nanmax(np.abs(found - expected(plan))) > 0.1
 
 
-@pytest.mark.parametrize("kinds", ["mixed", "experts"])
+@pytest.mark.parametrize("kinds", ["mixed", "experts", "delta nets"])
 def test_layers_of_different_kinds_are_computed_by_captured_graphs(kinds: str) -> None:
     plan = PLANS[kinds]()
     served = gpu.backend_of(plan, Tensors(), with_graphs=True)
@@ -132,14 +132,14 @@ def test_weights_in_16_bits_are_close_to_those_in_32(backend: str) -> None:
     assert 1e-4 < np.nanmax(np.abs(computed(backend, plan, dtype=Dtype.F16) - expected(plan))) < 0.1
 
 
-@pytest.mark.parametrize(("backend", "named"), [("cpu", "the CPU"), ("gpu", "a GPU")])
-def test_a_body_that_a_backend_cannot_compute_is_refused_before_a_tensor_is_read(backend: str, named: str) -> None:
-    plan = PLANS["parallel"]()
-    made, out = (linear(0, name, HIDDEN, (name, HIDDEN)) for name in ("q", "out"))
-    net = DeltaNet((made,), out, *("",) * 3, plan.final, *(1,) * 5)
-    layer = LayerPlan((Block(net, plan.final),))
-    with pytest.raises(ModelLoadError, match=f"layer 0 has a DeltaNet, which {named} cannot compute"):
-        computed(backend, DecoderPlan("made-up", VOCAB, HIDDEN, (layer,), plan.final, 128, "float32"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_delta_net_of_another_order_is_refused_before_a_tensor_is_read(backend: str) -> None:
+    plan = PLANS["delta nets"]()
+    first, *others = plan.layers
+    net, mlp = first.blocks
+    body = replace(net.body, linears=net.body.linears[::-1])
+    with pytest.raises(ModelLoadError, match="layer 0 has a delta net whose first outputs are not q, k and v"):
+        computed(backend, replace(plan, layers=(LayerPlan((replace(net, body=body), mlp)), *others)))
 
 
 @pytest.mark.parametrize(

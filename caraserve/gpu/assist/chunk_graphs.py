@@ -97,9 +97,9 @@ def _variants(plan: DecoderPlan) -> tuple[frozenset[int], ...]:
 
 def _nodes(plan: DecoderPlan, groups: frozenset[int]) -> int:
     """Returns the kernels of a pass that hands off these group shapes. A layer of a Llama, with four groups, has nine
-    kernels besides: four products, two norms, one for q and k, attention and the activation."""
+    kernels besides: four products, two norms, one for q and k, attention and the activation; with a delta net ten."""
     hand_offs = sum(len(groups.intersection(shapes)) for shapes in plan.shapes_of_groups)
-    own = sum(2 * len(shapes) + 1 for shapes in plan.shapes_of_groups) + expert_nodes(plan)
+    own = sum(2 * len(shapes) + 1 for shapes in plan.shapes_of_groups) + expert_nodes(plan) + len(plan.delta_nets)
     return own + _NODES_PER_HAND_OFF * hand_offs
 
 

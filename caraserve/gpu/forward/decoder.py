@@ -16,6 +16,7 @@ from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.forward.batch import DeviceBatch
 from caraserve.gpu.forward.lora_pass import HandOffMemory, LoraLane, LoraPass
+from caraserve.gpu.kernels.delta_net import apply_delta_net
 from caraserve.gpu.kernels.elementwise import activate, cap_logits, embed, multiply_by_gate
 from caraserve.gpu.kernels.experts import apply_experts
 from caraserve.gpu.kernels.heads import rotate_and_append
@@ -28,7 +29,7 @@ from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.memory.request_state import DeviceState
 from caraserve.gpu.memory.workspace import Workspace
 from caraserve.gpu.weights import BlockWeights, Weights, columns_of
-from caraserve.model.plan import Attention, DecoderPlan, Group, Mlp, Moe
+from caraserve.model.plan import Attention, DecoderPlan, DeltaNet, Group, Mlp, Moe
 
 
 def decoder_layer(steps: "DecoderPass", layer: int, stream: Stream) -> None:
@@ -70,7 +71,7 @@ class BlockSteps:
     """A block of a layer, its groups, and the block before it, whose result it adds; None: there is none."""
 
     layer: int
-    body: Attention | Mlp | Moe
+    body: Attention | Mlp | Moe | DeltaNet
     first: Group
     last: Group | None  # None: experts compute all that the block adds
     columns: Mapping[str, slice]  # of each role in what the first group writes
@@ -86,7 +87,6 @@ def block_steps(plan: DecoderPlan, weights: Weights) -> list[list[BlockSteps]]:
         for number, (block, own) in enumerate(zip(layer.blocks, weights.layers[index].blocks, strict=True)):
             first, *others = (group for group in layer.groups if group.block == number)
             last = others[0] if others else None
-            assert isinstance(block.body, Attention | Mlp | Moe)
             blocks.append(BlockSteps(index, block.body, first, last, columns_of(first), before, own))
             before = own
         made.append(blocks)
@@ -182,6 +182,7 @@ class DecoderPass:
         self.blocks: Sequence[Sequence[BlockSteps]] = decoder.blocks
         self._rows = decoder.workspace.activations.first(shape.tokens)
         batch, workspace = decoder.batch, decoder.workspace
+        self._mixed = None if workspace.mixed is None else workspace.mixed[: shape.tokens]
         self._decoding: dict[tuple[int, int], list[tuple[Tensor, Scratch]]] = {
             heads: [(batch.row_token[rows], scratch) for rows, scratch in workspace.decode_parts(shape, heads)]
             for heads in workspace.scratch
@@ -237,14 +238,16 @@ class DecoderPass:
         self._assisted_lora().add_handed_off(layer, group, stream)
 
     def compute_body(self, block: BlockSteps, stream: Stream) -> None:
-        """Computes what lies between a block's projections: attention, or the activation of an MLP or of a shared
-        expert."""
+        """Computes what lies between a block's projections: attention, a delta net, or the activation of an MLP or of a
+        shared expert."""
         if block.last is None:
             return
         first, last = (self._shapes[block.layer][group.index] for group in (block.first, block.last))
         projected, out = self._rows.outputs[first], self._rows.inputs[last]
         if isinstance(block.body, Attention):
             self._attend(block, block.body, projected, out, stream)
+        elif isinstance(block.body, DeltaNet):
+            self._recur(block, projected, out, stream)
         else:
             gate, row_gate = (
                 self._of_role(block, role) if role in block.columns else None for role in ("gate", "shared_gate")
@@ -310,6 +313,15 @@ class DecoderPass:
         if body.gated:
             gate = self._of_role(block, "gate")
             self._run(stream, lambda: multiply_by_gate(out, gate))
+
+    def _recur(self, block: BlockSteps, projected: Tensor, out: Tensor, stream: Stream) -> None:
+        """Convolves and recurs from the states of the requests' slots."""
+        decoder, net = self._decoder, block.weights.delta_net
+        state, mixed = decoder.state.delta_nets[block.layer], self._mixed
+        assert net is not None
+        assert mixed is not None
+        mixed = mixed[:, : net.channels]
+        self._run(stream, lambda: apply_delta_net(projected, mixed, out, decoder.batch.tokens, state, net))
 
     def _sample(self, start: int, end: int, stream: Stream) -> None:
         decoder, weights, plan = self._decoder, self._weights, self._decoder.plan

@@ -1,12 +1,12 @@
-"""The device's state between iterations: keys and values, and each request slot's KV blocks, tokens and sampling
-parameters.
+"""The device's state between iterations: keys and values, and each request slot's KV blocks, tokens, sampling
+parameters, and the state of delta nets.
 
 Keys and values are a view of the pool's first bytes, block after block, and in a block layer after layer: `[2, block
 tokens, kv heads, head dim]`. The pool decides how many of the blocks may be used.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotStart
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
+from caraserve.gpu.kernels.delta_net import DeltaNetState
 from caraserve.gpu.kernels.paged_cache import PagedCache
 from caraserve.gpu.memory.staging_ring import StagingRing
-from caraserve.model.plan import DecoderPlan
+from caraserve.model.plan import DecoderPlan, DeltaNet
 from caraserve.util.units import ceil_div
 
 BLOCK_TOKENS = 16
@@ -32,6 +33,7 @@ class DeviceState:
     block_table: Tensor  # int32 [slots, most blocks of a request]
     history: Tensor  # int32 [slots, positions + 1]; a negative token stands for a vector
     sampling: Tensor  # uint8 [slots, bytes of SLOT_SAMPLING]
+    delta_nets: Mapping[int, DeltaNetState] = field(default_factory=dict)  # by layer
 
 
 def block_bytes(plan: DecoderPlan, dtype: torch.dtype) -> int:
@@ -39,7 +41,38 @@ def block_bytes(plan: DecoderPlan, dtype: torch.dtype) -> int:
     return plan.kv_bytes_per_token(dtype.itemsize) * BLOCK_TOKENS
 
 
-def make_state(plan: DecoderPlan, dtype: torch.dtype, pool: Tensor, slots: int, max_context: int) -> DeviceState:
+def slot_state_bytes(plan: DecoderPlan, dtype: torch.dtype) -> int:
+    """Returns the bytes of one request slot's delta nets."""
+    matrices = sum(4 * net.value_heads * net.key_width * net.value_width for net in plan.delta_nets.values())
+    return matrices + sum(dtype.itemsize * _kept(net) * net.channels for net in plan.delta_nets.values())
+
+
+def make_delta_nets(
+    plan: DecoderPlan, dtype: torch.dtype, device: torch.device, slots: int
+) -> dict[int, DeltaNetState]:
+    """Allocates the states of all request slots, by layer."""
+
+    def made(net: DeltaNet) -> DeltaNetState:
+        inputs = torch.zeros((slots, _kept(net), net.channels), dtype=dtype, device=device)
+        shape = slots, net.value_heads, net.key_width, net.value_width
+        return DeltaNetState(inputs, torch.zeros(shape, dtype=torch.float32, device=device))
+
+    return {layer: made(net) for layer, net in plan.delta_nets.items()}
+
+
+def _kept(net: DeltaNet) -> int:
+    """Returns how many inputs of the convolution are kept."""
+    return max(1, net.kernel - 1)
+
+
+def make_state(
+    plan: DecoderPlan,
+    dtype: torch.dtype,
+    pool: Tensor,
+    slots: int,
+    max_context: int,
+    delta_nets: Mapping[int, DeltaNetState] | None = None,
+) -> DeviceState:
     """Allocates the arrays; keys and values are views of `pool`, uint8 [bytes], at a multiple of 16."""
     device = pool.device
     block_table = torch.zeros((slots, ceil_div(max_context, BLOCK_TOKENS)), dtype=torch.int32, device=device)
@@ -63,6 +96,7 @@ def make_state(plan: DecoderPlan, dtype: torch.dtype, pool: Tensor, slots: int, 
         block_table,
         torch.zeros((slots, max_context + 1), dtype=torch.int32, device=device),
         torch.zeros((slots, SLOT_SAMPLING.itemsize), dtype=torch.uint8, device=device),
+        delta_nets or {},
     )
 
 

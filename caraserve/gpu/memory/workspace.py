@@ -80,6 +80,7 @@ class Workspace:
     counts: Tensor  # int32 [blocks, vocab], zero between launches
     rounded: RoundedRows | None  # if the weights need it
     experts: ExpertRoom | None  # if layers have any
+    mixed: Tensor | None  # [tokens, channels], what convolutions of delta nets write, if layers have any
 
     def decode_parts(self, shape: PassShape, heads: tuple[int, int]) -> list[tuple[slice, Scratch]]:
         """Splits the decoding rows so that the attention scratch of each part fits at this length of context. Returns
@@ -129,6 +130,7 @@ def make_workspace(
         torch.zeros((blocks, plan.vocab_size), dtype=torch.int32, device=device),
         RoundedRows.empty(max(plan.widest_input, plan.hidden), capacity.tokens, device) if rounds_inputs else None,
         _expert_room(plan, capacity.tokens, dtype, device),
+        rows(capacity.tokens, max(net.channels for net in plan.delta_nets.values())) if plan.delta_nets else None,
     )
 
 

@@ -18,8 +18,8 @@ from scripts.laboratory.gpu.setup import CheckSetup
 _DECIDING = ("memcheck", "synccheck")  # racecheck also reports pipelined copies, which it does not know
 _BY_KERNEL = "racecheck"
 _TRITON = (
-    *("attention.triton", "kernels.elementwise", "kernels.experts", "kernels.heads", "kernels.lora", "kernels.norms"),
-    "linear.quantized_kernels",
+    *("attention.triton", "kernels.delta_net", "kernels.elementwise", "kernels.experts", "kernels.heads"),
+    *("kernels.lora", "kernels.norms", "linear.quantized_kernels"),
 )  # modules of gpu/
 _KERNEL_SUFFIX = "_kernel"  # of Triton's kernels; functions without it are called by them
 _FOUND_STATUS = 86

@@ -46,11 +46,13 @@ KERNELS = {  # all that are launched from Python
     for name, value in vars(module).items()
     if isinstance(value, JITFunction) and name.endswith("_kernel")
 } - {"cap_kernel"}  # of models whose logits are scaled or capped
-OF_SOME = {  # those of models with quantised weights, or with experts
+OF_SOME = {  # those of models with quantised weights, experts or delta nets
     "quantised in part": {"round_kernel", "product_kernel", "scale_kernel"},
     "int8 weights": {"product_kernel"},
     "experts": {"route_kernel", "sort_kernel", "expert_kernel", "sum_kernel"},
+    "delta nets": {"convolve_kernel", "recur_kernel", "gate_heads_kernel"},
 }
+OF_MADE_UP = {"experts": 1, "delta nets": 2}  # the least layers that have all kernels
 CPU, H100 = torch.device("cpu"), GPUTarget("cuda", 90, 32)
 TOKENS, ROWS, CONTEXT = 400, 80, 2000
 SIZES = GpuSizes(
@@ -68,9 +70,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def plan_with(model: str, count: int) -> DecoderPlan:
-    if model == "experts":
-        plan = made_up.experts()
-        layers = [plan.layers[layer % len(plan.layers)] for layer in range(count)]
+    if model in OF_MADE_UP:
+        plan = made_up.PLANS[model]()
+        layers = [plan.layers[layer % len(plan.layers)] for layer in range(max(count, OF_MADE_UP[model]))]
         return replace(plan, layers=tuple(layers), max_position=CONTEXT)
     sizes = {"vocab_size": 100, "hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 2}
     return plan_of({"num_key_value_heads": 1, "num_hidden_layers": count, **sizes, **MODELS[model]})
@@ -145,7 +147,7 @@ def assisted(parts: BackendParts) -> None:
     decoder.embed_prompts(1, stream)
 
 
-@pytest.mark.parametrize("model", [*MODELS, "experts"])
+@pytest.mark.parametrize("model", [*MODELS, *OF_MADE_UP])
 @pytest.mark.parametrize("count", [1, 2, 5, 32], ids="{} layers".format)
 def test_serving_meets_no_kernel_that_the_warm_up_has_not(model: str, count: int, met: set[tuple[str, str]]) -> None:
     with parts_of(model, count) as parts:

@@ -18,6 +18,7 @@ from caraserve.gpu.attention.triton import ATTENTION
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.forward.decoder import issue_pass
 from caraserve.gpu.kernels import experts
+from caraserve.gpu.kernels.delta_net import DeltaNetState, DeltaNetWeights, apply_delta_net
 from caraserve.gpu.kernels.elementwise import activate, cap_logits, embed, multiply_by_gate
 from caraserve.gpu.kernels.experts import ExpertRoom, ExpertWeights, Routing, apply_experts
 from caraserve.gpu.kernels.heads import Heads, RopeTables, rotate_and_append
@@ -160,6 +161,23 @@ def launch_experts(dtype: torch.dtype, rows: int) -> None:
     room = ExpertRoom.empty(rows, 8, 128, inner, hidden, dtype, torch.device("meta"))
     x, logits = empty(rows, hidden, dtype=dtype), empty(rows, 128, dtype=dtype)
     apply_experts(x, logits, empty(rows), layer, room, x, adds=True)
+
+
+def launch_delta_net(dtype: torch.dtype) -> None:
+    """Launches what a layer of Qwen3.5-27B needs."""
+    key, value, kernel = (16, 128), (48, 128), 4
+    keys, values = key[0] * key[1], value[0] * value[1]
+    channels, rates = 2 * keys + values, floats(value[0])
+    columns = channels, channels + values + value[0], channels + values
+    norm = NormWeights(floats(value[1]), None, 1e-6, scope="head")
+    net = DeltaNetWeights(key[0], value[0], key[1], value[1], *columns, floats(channels, kernel), rates, rates, norm)
+    inputs = empty(SLOTS, kernel - 1, channels, dtype=dtype)
+    state = DeltaNetState(inputs, floats(SLOTS, value[0], key[1], value[1]))
+    projected = empty(TOKENS, channels + values + 2 * value[0], dtype=dtype)
+    tokens = TokenTables(empty(TOKENS), empty(TOKENS))
+    apply_delta_net(
+        projected, empty(TOKENS, channels, dtype=dtype), empty(TOKENS, values, dtype=dtype), tokens, state, net
+    )
 
 
 def check(recorded: list[Launch], capability: int) -> dict[str, Any]:
@@ -308,6 +326,13 @@ def test_experts_fit_and_do_not_spill(launches: list[Launch], capability: int, r
         # Loads are of 16 bytes, and those of the next tiles on their way while one is multiplied.
         assert set(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x(\w+)", ptx)) == {"10"}
         assert re.search(r"cp\.async\.wait_group\s+[1-9]", ptx)
+
+
+@pytest.mark.parametrize("capability", [86, 90])
+def test_delta_nets_fit_and_do_not_spill(launches: list[Launch], capability: int) -> None:
+    launch_delta_net(torch.bfloat16)
+    compiled = check(launches, capability)
+    assert set(compiled) == {"convolve_kernel", "recur_kernel", "gate_heads_kernel"}
 
 
 def test_a_decoders_own_launches_fit_the_smallest_shared_memory(launches: list[Launch]) -> None:

@@ -39,6 +39,7 @@ COMPILED = "tests/gpu/kernels/test_triton_compile.py"
             f"{COMPILED}::test_products_with_quantised_weights_fit_and_do_not_spill[89-Code.F8_E4M3-True]",
             f"{COMPILED}::test_rounding_and_scaling_fit_and_do_not_spill",
             f"{COMPILED}::test_experts_fit_and_do_not_spill[90-4096]",
+            f"{COMPILED}::test_delta_nets_fit_and_do_not_spill[90]",
         ),
         ("tests/gpu/forward/test_warm_up.py", "tests/laboratory/gpu/test_triton_builds.py"),
     ],
