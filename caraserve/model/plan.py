@@ -244,11 +244,6 @@ class Group:
         return GroupShape(self.index, self.inputs, self.widths, self.reads)
 
     @property
-    def is_last(self) -> bool:
-        """True if it computes what its block adds to the stream."""
-        return self.reads == "body"
-
-    @property
     def widths(self) -> tuple[int, ...]:
         """The outputs of each site."""
         return tuple(site.outputs for site in self.sites)
@@ -453,7 +448,7 @@ class DecoderPlan:
             shape
             for layer, shapes in zip(self.layers, self.shapes_of_groups, strict=True)
             for group, shape in zip(layer.groups, shapes, strict=True)
-            if isinstance(layer.blocks[group.block].body, Attention) and not group.is_last
+            if isinstance(layer.blocks[group.block].body, Attention) and not group.shape.is_last
         )
 
     @cached_property

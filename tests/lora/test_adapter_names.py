@@ -181,8 +181,8 @@ def test_the_head_of_a_tied_model_is_its_embedding(tmp_path: Path, weights: Tens
 def test_other_shapes_and_unknown_tensors_are_refused(tmp_path: Path, base: BaseTensors) -> None:
     longer = {f"{P}lm_head.weight": np.zeros((98, 64), np.float32)}
     assert "has shape [98, 64]; the base model's has [96, 64]" in refusal(tmp_path, base, None, tensors_for() | longer)
-    unknown = {f"{P}score.weight": np.zeros((2, 64), np.float32)}
-    assert "score.weight' is not LoRA A or B" in refusal(tmp_path, base, None, tensors_for() | unknown)
+    unknown = {f"{P}scorer.weight": np.zeros((2, 64), np.float32)}
+    assert "scorer.weight' is not LoRA A or B" in refusal(tmp_path, base, None, tensors_for() | unknown)
 
 
 def test_modules_to_save_must_be_in_the_file(tmp_path: Path, base: BaseTensors, weights: Tensors) -> None:

@@ -164,7 +164,7 @@ async def test_a_classifier_answers_while_it_is_uploaded(made: Classifiers, tmp_
     torch.testing.assert_close(found, made.logits("topic", [prompt])[0], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 async def test_other_families_classify_like_transformers(tmp_path_factory: pytest.TempPathFactory, family: str) -> None:
     made = Classifiers(tmp_path_factory.mktemp(family), family)
     prompt = prompt_of(random.Random(4), 30)

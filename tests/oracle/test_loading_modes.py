@@ -61,7 +61,7 @@ async def test_workers_compute_what_has_not_arrived_each_a_slice_of_a_prompt(sub
     model, adapters, oracle = subject
     rng = random.Random(3)
 
-    async def slices(tokens_per_cpu: int) -> int:
+    async def slices(tokens_per_cpu: int, wanted: int = 1) -> int:
         lora = lora_config(
             adapters, mode="assisted", link_mb_per_s=0.01, lora_cpus=WORKER_CORES, tokens_per_cpu=tokens_per_cpu
         )
@@ -74,13 +74,16 @@ async def test_workers_compute_what_has_not_arrived_each_a_slice_of_a_prompt(sub
                 answer = await submit(engine, prompt, "r64", max_tokens=4)
                 oracle.check_greedy(prompt, "r64", answer.token_ids)
                 assert backend.slices_handed_off > handed_off
-                if backend.modules_redone == redone:  # on a busy machine a late worker gets no slice of the next layers
+                done = backend.slices_handed_off - handed_off
+                # On a busy machine a late worker gets no slice of the next layers, and may be late for a while.
+                if backend.modules_redone == redone and done >= wanted:
                     assert answer.finish.phases.cpu_layers == 4 * LAYERS  # a prefill and three decode steps
-                    return backend.slices_handed_off - handed_off
+                    return done
         raise AssertionError("a worker was late in each of 20 requests")
 
     one_each = await slices(100)  # for each layer's groups of modules, of a prefill and three decode steps
-    assert await slices(1) == one_each + (len(WORKER_CORES) - 1) * one_each // 4
+    all_share = one_each + (len(WORKER_CORES) - 1) * one_each // 4
+    assert await slices(1, all_share) == all_share
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
