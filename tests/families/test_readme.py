@@ -1,4 +1,4 @@
-"""The README lists the families that the code serves; other models are refused by what they have."""
+"""The README lists what the code serves: families and kinds of adapters; other models are refused by what they have."""
 
 import re
 import textwrap
@@ -7,17 +7,21 @@ from pathlib import Path
 import pytest
 
 from caraserve.errors import ModelLoadError
+from caraserve.lora.kinds import kinds
 from caraserve.model.families import families, plan_of
 
 README = Path(__file__).parents[2] / "README.md"
 
 
-def test_the_readme_lists_every_family() -> None:
-    found = re.search(r"<!-- families -->\n(.*?)\n<!-- families end -->", README.read_text(), re.DOTALL)
-    listed = " · ".join(family.title.replace(" ", "\N{NO-BREAK SPACE}") for family in families())
-    expected = textwrap.fill(listed, 120, break_on_hyphens=False).replace("\N{NO-BREAK SPACE}", " ")
+@pytest.mark.parametrize(
+    ("what", "titles"),
+    [("families", [family.title for family in families()]), ("kinds", [kind.title for kind in kinds()])],
+)
+def test_the_readme_lists_what_is_served(what: str, titles: list[str]) -> None:
+    found = re.search(rf"<!-- {what} -->\n(.*?)\n<!-- {what} end -->", README.read_text(), re.DOTALL)
+    listed = " · ".join(title.replace(" ", "\N{NO-BREAK SPACE}") for title in titles)
     assert found is not None
-    assert found[1] == expected
+    assert found[1] == textwrap.fill(listed, 120, break_on_hyphens=False).replace("\N{NO-BREAK SPACE}", " ")
 
 
 @pytest.mark.parametrize(

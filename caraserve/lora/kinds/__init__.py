@@ -31,6 +31,7 @@ class AdapterKind(Protocol):
     """How an adapter with one configuration changes a module: y += scale · B A x, with A and B made of the tensors that
     PEFT saves."""
 
+    title: str  # as people name the kind
     peft_type: str  # as adapter_config.json names the kind
     switch: str | None  # the field that chooses this kind among those of its peft_type; None: for the others
     fields: frozenset[str]  # of the configuration, that the kind applies or refuses
@@ -77,6 +78,11 @@ def register(kind: type[AdapterKind]) -> None:
     if any((kind.peft_type, kind.switch) == (known.peft_type, known.switch) for known in _KINDS):
         raise ValueError(f"an adapter kind {kind.peft_type} with switch {kind.switch} is registered already")
     _KINDS.append(kind)
+
+
+def kinds() -> tuple[type[AdapterKind], ...]:
+    """Returns every kind that is served."""
+    return tuple(_KINDS)
 
 
 def kind_of(fields: Fields) -> type[AdapterKind]:

@@ -17,6 +17,7 @@ _FIELD = "use_bdlora"
 class BlockDiagonalLora(Lora):
     """The matrices are filled up with zeros, in the stored dtype."""
 
+    title = "BD-LoRA"
     switch: str | None = _FIELD
     fields = Lora.fields | {_FIELD}
 

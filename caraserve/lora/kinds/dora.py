@@ -21,6 +21,7 @@ _MAGNITUDE = "lora_magnitude_vector"
 class Dora(Lora):
     """A and B are those of LoRA; every output has a magnitude m, which the factor m / n gives it."""
 
+    title = "DoRA"
     switch: str | None = "use_dora"
     fields = Lora.fields | {"use_dora"}
     what = "LoRA A or B or a magnitude vector"

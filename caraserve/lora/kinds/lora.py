@@ -16,6 +16,7 @@ _PLAIN_INITS = ("gaussian", "orthogonal", "eva", "mica")
 class Lora:
     """A and B are stored as they are used. Also the base class of kinds whose configuration is like LoRA's."""
 
+    title = "LoRA, rsLoRA"
     peft_type = "LORA"
     switch: str | None = None
     fields = frozenset(("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias"))

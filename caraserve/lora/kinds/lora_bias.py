@@ -16,6 +16,7 @@ _BIAS = "lora_B.bias"
 class LoraBias(Lora):
     """A and B are those of LoRA; every module has a bias."""
 
+    title = "LoRA with trained biases (lora_bias)"
     switch: str | None = "lora_bias"
     fields = Lora.fields | {"lora_bias"}
     what = "LoRA A or B, or B's bias,"

@@ -18,6 +18,7 @@ from caraserve.model.plan import DecoderPlan
 class QaLora(Lora):
     """A is stored with one column for each group of inputs."""
 
+    title = "QALoRA"
     switch: str | None = "use_qalora"
     fields = Lora.fields | {"use_qalora", "qalora_group_size"}
     is_computed = True

@@ -18,6 +18,7 @@ from caraserve.model.plan import DecoderPlan
 class Vera:
     """A and B are products of shared tensors and a module's own factors."""
 
+    title = "VeRA"
     peft_type = "VERA"
     switch: str | None = None
     fields = frozenset(
