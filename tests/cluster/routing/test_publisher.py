@@ -62,7 +62,8 @@ async def test_other_instances_receive_adapters_and_the_performance_model(tmp_pa
     async with published(tmp_path) as (engine, _, group):
         b, views = group.running["b"].member, group.running["b"].views
         poet = engine.adapter("poet")
-        await until(lambda: b.adapter("poet") == RegisteredAdapter("poet", poet.digest, poet.rank, poet.num_bytes))
+        expected = RegisteredAdapter("poet", poet.digest, poet.rank, poet.num_bytes, poet.facts)
+        await until(lambda: b.adapter("poet") == expected)
         await until(lambda: b.holders(poet.digest) == {"a": Tier.DISK})
         await until(lambda: [one.model for one in views.instances()] == [PerfModel.of(load(PROFILE))])
         await engine.unload_adapter("poet")

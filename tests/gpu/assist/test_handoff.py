@@ -244,10 +244,11 @@ def test_a_worker_killed_at_any_moment_adds_all_or_nothing(pair: HandOff) -> Non
     outcomes = set()
     for round_ in range(6):  # workers that die often are replaced slowly, so more rounds would take long
         pair.await_all()
+        pid = pair.pid(round_ % 2)
         pair.begin(seed=round_, deadline_ns=SHORT_NS)
         pair.publish()
         time.sleep(round_ * 3e-5)
-        os.kill(pair.pid(round_ % 2), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         outcomes.add(pair.wait())
         pair.add()
         if pair.outcome[0] == BY_WORKERS:

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).parent
 CASES = sorted(FOLDER.glob("triton_*_cases.py"))
 
 
-def test_all_cases_pass_in_the_interpreter() -> None:
+@pytest.mark.parametrize("part", [0, 1])  # two processes of xdist take one each
+def test_all_cases_pass_in_the_interpreter(part: int) -> None:
     assert len(CASES) == 8
     # The interpreter computes with numpy, whose threads only compete for cores on such small tiles.
     settings = {
@@ -22,7 +25,7 @@ def test_all_cases_pass_in_the_interpreter() -> None:
         "OPENBLAS_NUM_THREADS": "1",
     }
     plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.gpu.fast_interpreter"]
-    command = [sys.executable, "-m", "pytest", "-q", *plugins, *map(str, CASES)]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, *map(str, CASES[part::2])]
     root = FOLDER.parents[2]
     result = subprocess.run(command, cwd=root, env=os.environ | settings, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

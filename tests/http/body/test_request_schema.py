@@ -21,6 +21,7 @@ from caraserve.http.body.request_schema import (
     UNLOAD_ADAPTER,
 )
 from caraserve.http.body.translated_schema import MESSAGES, RESPONSES
+from caraserve.model.sentence_format import SentenceFormat
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Client, OneOff, serving
 
@@ -140,11 +141,13 @@ async def test_every_field_of_a_table_is_read(path: str, table: KnownFields, own
 async def test_every_field_of_a_route_for_embeddings_is_read(
     path: str, table: KnownFields, own: dict[str, Any]
 ) -> None:
-    body = {"add_special_tokens": False, **own}
+    body = {"add_special_tokens": False, "prompt_name": "query", **own}
     body |= {name: value for name, value in EVERY_SERVED_VALUE.items() if name in table.served}
     others = {"text_1", "text_2", "queries", "documents"} if table is SCORE else set()
     assert body.keys() | others == table.served
-    answer = await OneOff().post(path, body)
+    engine = FakeEngine()
+    engine.tokenizer.sentences = SentenceFormat(prompts={"query": "Find: "})
+    answer = await OneOff(engine).post(path, body)
     assert answer.status == 200, answer.body
     assert IGNORED not in answer.headers
 
