@@ -19,7 +19,6 @@ from caraserve.model.plan import DecoderPlan
 _JOINED = {
     "qkv_proj": ("q", "k", "v"),
     "W_pack": ("q", "k", "v"),
-    "in_proj_qkv": ("q", "k", "v"),
     "gate_up_proj": ("gate", "up"),
 }
 
@@ -72,8 +71,11 @@ def other_names(plan: DecoderPlan) -> dict[str, NamedModule]:
         linears = plan.layers[layer].linears
         linear, (parent, _, word) = linears[index], name.rpartition(".")
         if len(linear.parts) > 1:
-            for one, found in _parts(linear, word, (layer, index)):
-                names.setdefault(f"{parent}.{one}", found)
+            net = plan.delta_nets.get(layer)
+            is_joined = tuple(part.role for part in linear.parts) in _JOINED.values()
+            if is_joined and (net is None or linear not in net.linears):  # no model has parts of others by themselves
+                for one, found in _parts(linear, word, (layer, index)):
+                    names.setdefault(f"{parent}.{one}", found)
             continue
         for joined_name, roles in _JOINED.items():
             if linear.parts[0].role == roles[0]:

@@ -46,7 +46,7 @@ def read_settings(fields: Fields) -> HeadSettings:
     if task in _OTHER_TASKS:
         raise refusal("task_type", f"is {shown(task)}; {_SERVED}")
     problem = fields.get("problem_type")
-    if problem is not None and problem not in _ACTIVATIONS:
+    if problem is not None and not (isinstance(problem, str) and problem in _ACTIVATIONS):
         raise refusal("problem_type", f"is {shown(problem)}; it is one of {', '.join(_ACTIVATIONS)}")
     return HeadSettings(
         task if isinstance(task, str) else None,

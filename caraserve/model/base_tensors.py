@@ -21,7 +21,7 @@ class BaseTensors:
 
     def __init__(self, folder: Path, plan: DecoderPlan) -> None:
         self._folder, self._plan = folder, plan
-        self.linears = BaseLinears(folder)
+        self.linears = BaseLinears(folder, plan.stored_names)
         self._shapes: dict[Path, dict[str, tuple[int, ...]]] = {}  # of the files that were needed
 
     @cached_property

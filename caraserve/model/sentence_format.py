@@ -83,7 +83,7 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str]:
     if not all(isinstance(text, str) for text in found.values()):
         raise ModelLoadError(f"{path}: prompts must be texts by name")
     name = config.get("default_prompt_name")
-    if name is not None and name not in found:
+    if name is not None and not (isinstance(name, str) and name in found):
         raise ModelLoadError(f"{path}: default_prompt_name is {str(name)[:80]!r}, and prompts has none of that name")
     return found, found.get(name, "")
 

@@ -3,13 +3,15 @@ the base model's is compared with it."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from caraserve.lora.peft import inspect_adapter
+from caraserve.core.lora_layout import aligned_bytes, stored_vectors
+from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.families import load_plan
 from tests.families.cases import CASES, arguments_of
@@ -46,3 +48,22 @@ def test_only_the_text_model_is_adapted(tmp_path: Path, name: str) -> None:
     tensors[head][3, 3] += 1
     save_file(tensors, path)
     assert inspect_adapter(tmp_path / "whole", plan, base).digest != spec.digest  # the changed row is kept
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True")
+def test_dora_takes_norms_of_weights_with_the_names_of_the_wrapping_model(tmp_path: Path) -> None:
+    """An untrained adapter has the base's norms as magnitudes, so its factors are 1."""
+    case = CASES["mistral 3"]
+    model = getattr(transformers, case.model)(getattr(transformers, f"{case.config}Config")(**arguments_of(case)))
+    model.save_pretrained(tmp_path / "model")
+    fields = LoraConfig(r=4, target_modules=r".*language_model.*\.q_proj", use_dora=True)
+    get_peft_model(model, fields).save_pretrained(str(tmp_path / "dora"))
+    plan = load_plan(tmp_path / "model")
+    base = BaseTensors(tmp_path / "model", plan)
+    into = aligned_bytes(inspect_adapter(tmp_path / "dora", plan, base).num_bytes)
+    adapter = read_adapter(tmp_path / "dora", plan, into, base)
+    for span in adapter.spec.spans:
+        site = plan.layers[span.layer].sites[span.site]
+        factors, biases = stored_vectors(adapter.data, span, site.outputs)[:, : site.outputs]
+        np.testing.assert_allclose(factors, 1, atol=1e-5)
+        assert not biases.any()

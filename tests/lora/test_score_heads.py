@@ -74,6 +74,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no names": ({"id2label": ["a", "b", "c"]}, {}, "id2label is"),
     "long name": ({"id2label": {"0": "a", "1": "b", "2": "c" * 257}}, {}, "id2label has"),
     "problem": ({"problem_type": "guess"}, {}, "problem_type is 'guess'"),
+    "problem as a list": ({"problem_type": ["guess"]}, {}, "problem_type is ['guess']"),
     "not finite": ({}, {"score__weight": NAN}, "score.weight has values that are not finite"),
 }
 

@@ -143,6 +143,11 @@ def test_gguf_files_of_other_families_have_the_rows_as_they_are(tmp_path: Path) 
     assert digest(llama) != digest(tmp_path / "peft")
 
 
+def test_a_gguf_file_whose_architecture_is_no_text_has_the_rows_as_they_are(tmp_path: Path) -> None:
+    other = gguf(tmp_path / "other", ALL, **{"general.architecture": "qwen2"})
+    assert digest(gguf(tmp_path / "list", ALL, **{"general.architecture": ["llama"]})) == digest(other)
+
+
 def test_gguf_ranks_and_scales_are_each_modules_own(tmp_path: Path) -> None:
     tensors = tensors_for(("v_proj", "down_proj"))
     for name in list(tensors):

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from caraserve.errors import AdapterRejected
 from caraserve.lora.peft import inspect_adapter
 from caraserve.model.dtype import Dtype
+from caraserve.model.families import plan_of
 from caraserve.model.plan import DecoderPlan
 from tests.lora.folders import SPEC, matrices, read
-from tests.plans.fused import GATE_UP, HIDDEN, INTERMEDIATE, KV, QKV, Q, Tensors, fused_plan, write
+from tests.plans.fused import GATE_UP, HIDDEN, INTERMEDIATE, KV, QKV, Q, Tensors, fused_plan, tensors_of, write
 
 SPLIT = {"q_proj": Q, "k_proj": KV, "v_proj": KV, "gate_proj": INTERMEDIATE, "up_proj": INTERMEDIATE}
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -142,3 +143,14 @@ def test_names_of_other_models_in_target_modules_ask_for_nothing(tmp_path: Path)
     tensors = lora({"q_proj": Q, "k_proj": KV, "v_proj": KV}, {})
     targets = ["q_proj", "k_proj", "v_proj", "qkv_proj", "W_pack", "c_attn"]
     assert inspect_adapter(write(tmp_path, SPEC, tensors, target_modules=targets), SPEC).rank == 4
+
+
+def test_the_gate_of_attention_and_the_parts_of_a_delta_net_have_no_names(tmp_path: Path) -> None:
+    """Else gate_proj of the MLP and k_proj would ask for tensors of them, once a target is of another model."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 96, "head_dim": 16}
+    widths = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2}
+    plan = plan_of({"architectures": ["Qwen3_5ForCausalLM"], "linear_num_value_heads": 2, **sizes, **widths})
+    targets = ["k_proj", "gate_proj", "up_proj", "down_proj"]
+    tensors = {name: each for name, each in tensors_of(plan).items() if any(f".{one}." in name for one in targets)}
+    folder = write(tmp_path, plan, tensors, target_modules=[*targets, "linear_fc1"])
+    assert inspect_adapter(folder, plan).targets == ("gate_proj", "up_proj", "down_proj", "k_proj")

@@ -69,5 +69,6 @@ def plan(config: Config) -> DecoderPlan:
         ties_by_default=True,
         embed="transformer.wte.weight",
         positions="transformer.wpe.weight",
+        checkpoint_prefixes=("transformer.", ""),  # the published files were saved without the module of the head
         adapter_prefixes=("transformer.",),
     )
