@@ -147,6 +147,8 @@ def _modules(layout: TensorLayout, plan: DecoderPlan) -> str:
             f"scale {', '.join(f'{scale:.6g}' for scale in sorted({scale for _, scale in sizes})[:_MOST_SCALES])}"
         )
     texts += [f"{len(one.tokens)} rows of the {one.side}" for one in changes if one.tokens]
+    if layout.spec.head is not None:
+        texts.append(f"a score head of {len(layout.spec.head.classes)} classes")
     if layout.spec.invocation:
         texts.append(f"from {len(layout.spec.invocation)} invocation tokens on")
     return "; ".join(texts)

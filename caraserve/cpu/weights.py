@@ -57,10 +57,12 @@ def progress_steps(plan: DecoderPlan) -> int:
 
 
 def compile_kernels(plan: DecoderPlan) -> None:
-    """Compiles the kernels that only some models need, or loads them from the cache: of the formats of weights, and of
-    experts."""
+    """Compiles the kernels that only some models need, or loads them from the cache: of the formats of weights, of
+    experts and of delta nets."""
     if plan.moes:
-        import caraserve.cpu.experts  # noqa: F401
+        import caraserve.cpu.experts
+    if plan.delta_nets:
+        import caraserve.cpu.delta_net  # noqa: F401
     for name in {one.name for one in plan.layer_formats} | {plan.head_format.name}:
         kernels_of(name)
 

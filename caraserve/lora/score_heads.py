@@ -14,6 +14,7 @@ from caraserve.core.score_head import (
 from caraserve.errors import AdapterRejected
 from caraserve.lora.adapter_tensors import AdapterTensors
 from caraserve.lora.peft_fields import Fields, refusal, shown
+from caraserve.lora.tensor_names import normalised
 from caraserve.model.plan import DecoderPlan
 
 # Fields of the configuration, which peft does not write.
@@ -27,8 +28,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "regression": "none",
 }
 # As saved, and as in a raw dump of the model, in which the untrained head is beside it.
-_TENSOR = re.compile(r"(?:base_model\.model\.)?score\.(?:modules_to_save\.(?:[A-Za-z0-9_-]+\.)?)?weight")
-_UNTRAINED = re.compile(r"(?:base_model\.model\.)?score\.original_module\.weight")
+_TENSOR = re.compile(r"score\.(?:modules_to_save\.(?:[A-Za-z0-9_-]+\.)?)?weight")
+_UNTRAINED = "score.original_module.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +71,13 @@ def _class_names(id2label: object) -> tuple[str, ...] | None:
 
 def is_of_head(name: str) -> bool:
     """Returns whether a tensor is that of a score head, trained or not."""
-    return _TENSOR.fullmatch(name) is not None or _UNTRAINED.fullmatch(name) is not None
+    return _TENSOR.fullmatch(normalised(name)) is not None or normalised(name) == _UNTRAINED
 
 
 def head_tensor(names: Sequence[str], settings: HeadSettings) -> str | None:
     """Returns the tensor of the head among those of a file, or None. Raises AdapterRejected if it does not go with the
     task."""
-    found = [name for name in names if _TENSOR.fullmatch(name)]
+    found = [name for name in names if _TENSOR.fullmatch(normalised(name))]
     if len(found) > 1:
         raise AdapterRejected(f"tensors {found[0]} and {found[1]} are the same head's")
     if settings.task == "SEQ_CLS" and not found:

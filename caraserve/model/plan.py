@@ -319,10 +319,6 @@ class LayerPlan:
         """The layer's attention, which has KV blocks; None in a layer of another kind."""
         return next((block.body for block in self.blocks if isinstance(block.body, Attention)), None)
 
-    def linear_index(self, target: str) -> int | None:
-        """Returns the index of the module that adapters target by this name, None if the layer has none."""
-        return next((index for index, linear in enumerate(self.linears) if linear.target == target), None)
-
 
 @dataclass(frozen=True)
 class DecoderPlan:

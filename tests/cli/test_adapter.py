@@ -70,6 +70,19 @@ def test_changes_of_the_head_are_said(tmp_path: Path, model: str, capsys: Captur
     assert "lm_head is changed; only LoRA of layers can be written" in err
 
 
+@pytest.mark.parametrize("task", ["SEQ_CLS", None])
+def test_a_score_head_is_said_and_not_left_out_of_a_conversion(
+    tmp_path: Path, model: str, capsys: Capture, task: str | None
+) -> None:
+    tensors = tensors_for() | {"base_model.model.score.weight": np.ones((3, SPEC.hidden), np.float32)}
+    folder = write_adapter(tmp_path / "a", {"task_type": task}, tensors)
+    _, lines, _ = run(capsys, "inspect", str(folder), "--model", model)
+    assert any(line.endswith("; a score head of 3 classes") for line in lines)
+    code, lines, err = run(capsys, "import", str(folder), str(tmp_path / "b"), "--model", model)
+    assert (code, lines, (tmp_path / "b").exists()) == (1, [], False)
+    assert "base_model.model.score.weight is a score head; only LoRA of layers can be written" in err
+
+
 WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "a field": ({"use_dora": True, "kasa_config": 1}, 1, "adapter_config.json: "),
     "a rank": ({"r": 5}, 1, "rank 5 on this base model needs [5, 64]"),

@@ -52,6 +52,13 @@ def test_the_configuration_names_classes_and_activation(
     assert (found.classes, found.activation) == (classes or ("LABEL_0", "LABEL_1", "LABEL_2"), activation)
 
 
+def test_names_may_be_lengthened_as_those_of_modules(tmp_path: Path) -> None:
+    tensors = tensors_for() | {TENSOR: MATRIX}
+    longer = {f"_orig_mod.{name}": values for name, values in tensors.items()}
+    found = inspect_adapter(write_adapter(tmp_path / "longer", SEQ_CLS, longer), SPEC)
+    assert found == inspect_adapter(write_adapter(tmp_path / "plain", SEQ_CLS, tensors), SPEC)
+
+
 def test_one_class_has_a_sigmoid(tmp_path: Path) -> None:
     found = inspect_adapter(classifier(tmp_path, score__weight=MATRIX[:1]), SPEC).head
     assert found is not None
