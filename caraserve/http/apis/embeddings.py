@@ -92,7 +92,7 @@ class EmbeddedTexts:
     priority: int
     add_special_tokens: bool
     truncation: Truncation
-    prompt: str  # before each text
+    prompt: str | None  # before each text, which `prompt_name` names; None: it is not given
 
     @classmethod
     def read(cls, fields: Fields, engine: Engine, find: AdapterFinder, client: Client) -> Self:
@@ -119,9 +119,12 @@ class EmbeddedTexts:
         ContextLengthExceeded, which name the field."""
         check_count(prompts[-1].field, len(prompts), engine)
         requests: list[GenerateRequest] = []
-        tokens, pooling = 0, "last" if reads_last else engine.tokenizer.sentences.pooling
+        sentences = engine.tokenizer.sentences
+        tokens, pooling = 0, "last" if reads_last else sentences.pooling
+        default = "" if reads_last else sentences.default_prompt  # with which classifiers are not trained
+        before = default if self.prompt is None else self.prompt
         async for prompt in in_turns(prompts):
-            ids = await self._prompt_ids(prompt, engine)
+            ids = await self._prompt_ids(prompt, engine, before)
             while reads_last and len(ids) > 1 and ids[-1] == engine.tokenizer.pad_id:
                 ids = ids[:-1]
             if pooling == "first":  # which depends on no later one: attention is causal
@@ -142,8 +145,9 @@ class EmbeddedTexts:
             )
         return tuple(requests)
 
-    async def _prompt_ids(self, prompt: NamedPrompt, engine: Engine) -> tuple[int, ...]:
-        """Returns the token ids of one prompt, at least one and at most as many as the context holds."""
+    async def _prompt_ids(self, prompt: NamedPrompt, engine: Engine, before: str) -> tuple[int, ...]:
+        """Returns the token ids of one prompt, at least one and at most as many as the context holds. `before`: a text
+        to put before a single one."""
         limit, tokenizer, content, special = (
             engine.max_model_len,
             engine.tokenizer,
@@ -159,7 +163,7 @@ class EmbeddedTexts:
         else:
             try:
                 if isinstance(content, str):
-                    text = self.prompt + content
+                    text = before + content
                     encoded = await encode(tokenizer, text, add_special_tokens=special, max_tokens=most)
                 else:
                     pair = partial(tokenizer.encode_pair, *content, add_special_tokens=special, max_tokens=most)
@@ -175,11 +179,11 @@ class EmbeddedTexts:
         return ids
 
 
-def _prompt(fields: Fields, sentences: SentenceFormat) -> str:
-    """Returns the text to put before each text, by `prompt_name`. Raises InvalidRequest."""
+def _prompt(fields: Fields, sentences: SentenceFormat) -> str | None:
+    """Returns the text that `prompt_name` names, None without. Raises InvalidRequest."""
     name = body_fields.PROMPT_NAME.read(fields)
     if name is None:
-        return sentences.default_prompt
+        return None
     if name not in sentences.prompts:
         known = f"has {', '.join(map(shown, sentences.prompts))}" if sentences.prompts else "has no prompts"
         raise InvalidRequest(f"prompt_name is {shown(name)}; the model {known}.", param="prompt_name")

@@ -87,6 +87,11 @@ async def _scored(
             "Send the texts to /v1/classify.",
             param="model",
         )
+    if texts.prompt is not None:
+        raise InvalidRequest(
+            "prompt_name cannot be applied: the two texts are read as one by a score head; leave it out.",
+            param="prompt_name",
+        )
     pairs = [
         NamedPrompt(other.field, other.place, (str(one.content), str(other.content)))
         for one, other in zip([*first] * len(second) if len(first) == 1 else first, second, strict=True)

@@ -140,3 +140,16 @@ async def test_a_head_reads_the_last_token_however_the_model_embeds(pooling: Poo
     fake.tokenizer = embedder(SentenceFormat(pooling))
     assert (await OneOff(fake).post("/v1/classify", {"model": "a", "input": "ab"})).status == 200
     assert [(request.prompt_ids, request.averages) for request in fake.requests] == [((BOS, 97, 98), False)]
+
+
+async def test_a_head_reads_a_prompt_before_a_text_only_where_a_request_names_it() -> None:
+    """The default one is for embeddings; peft trains classifiers without."""
+    for fields, text in (({}, "ab"), ({"prompt_name": "query"}, "Q:ab")):
+        fake = engine(head())
+        fake.tokenizer = embedder(SentenceFormat(prompts={"query": "Q:"}, default_prompt="Q:"))
+        await OneOff(fake).post("/v1/classify", {"model": "a", "input": "ab", **fields})
+        assert [request.prompt_ids for request in fake.requests] == [(BOS, *text.encode())]
+    fake = engine(head(1, "sigmoid"))
+    fake.tokenizer = embedder(SentenceFormat(prompts={"query": "Q:"}))
+    answer = await OneOff(fake).post("/v1/score", {"model": "a", "text_1": "a", "text_2": "b", "prompt_name": "query"})
+    assert (answer.status, answer.error["param"]) == (400, "prompt_name")
