@@ -14,11 +14,13 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from caraserve.errors import AdapterRejected
+from caraserve.lora.adapter_tensors import AdapterTensors, Piece, View
 from caraserve.lora.folder_contents import stamp
 from caraserve.lora.peft import inspect_adapter, resolve_adapter_path
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.model.families import plan_of
 from caraserve.model.plan import DecoderPlan
+from caraserve.model.safetensors_reader import TensorFile
 from tests.lora.folders import FIELDS, RANK, SPEC, TARGETS, Tensors, tensors_for, write_adapter
 from tests.model.gguf_files import write_gguf
 from tests.plans.fused import fused_plan, tensors_of, write
@@ -174,6 +176,16 @@ def test_gguf_names_of_split_modules_are_found_in_joined_ones(tmp_path: Path) ->
     folder = gguf(tmp_path / "gguf", tensors, **{"general.architecture": "qwen2"})
     fields = {"lora_alpha": 6, "target_modules": ["q_proj", "k_proj", "v_proj"]}
     assert digest(folder, plan) == digest(write_adapter(tmp_path / "peft", fields, tensors), plan)
+
+
+def test_rows_of_a_tensor_under_another_name_are_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole heads are compared with the base's in pieces."""
+    values = np.arange(12, dtype=np.float32).reshape(4, 3)
+    save_file({"a": values}, tmp_path / "a.safetensors")
+    with TensorFile(tmp_path / "a.safetensors") as file:
+        monkeypatch.setattr(TensorFile, "raw", lambda *_: pytest.fail("all rows are read"))
+        tensors = AdapterTensors(file, {"b": View((4, 3), (Piece("a"),))})
+        np.testing.assert_array_equal(tensors.rows("b", 1, 3), values[1:3])
 
 
 def test_names_of_tinker_are_those_of_peft(tmp_path: Path) -> None:
