@@ -9,6 +9,7 @@ from typing import Any
 
 from caraserve.errors import AdapterRejected
 from caraserve.lora.folder_contents import ADDED_TOKENS_NAME, TEMPLATE_NAME, TOKENIZER_CONFIG_NAME, TOKENIZER_NAME
+from caraserve.lora.peft_fields import is_unicode
 from caraserve.model.safetensors_reader import TensorFileError, open_regular
 
 MAX_TEXT_BYTES = 4 << 20  # of a file; a tokenizer_config.json with 1,000 added tokens has 200 KiB
@@ -24,9 +25,13 @@ def read_template(folder: Path) -> str | None:
         return text
     template = _read_object(folder / TOKENIZER_CONFIG_NAME).get("chat_template")
     if isinstance(template, list):
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) and template else None
+        named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
+        template = named[-1].get("template") if named else None
+    if not isinstance(template, str) or not template:
+        return None
+    if not is_unicode(template):
+        raise AdapterRejected(f"{TOKENIZER_CONFIG_NAME}: chat_template has half of a character")
+    return template
 
 
 def read_added_tokens(folder: Path) -> set[str]:

@@ -13,7 +13,7 @@ from caraserve.core.score_head import (
 )
 from caraserve.errors import AdapterRejected
 from caraserve.lora.adapter_tensors import AdapterTensors
-from caraserve.lora.peft_fields import Fields, refusal, shown
+from caraserve.lora.peft_fields import Fields, is_unicode, refusal, shown
 from caraserve.lora.tensor_names import normalised
 from caraserve.model.plan import DecoderPlan
 
@@ -64,8 +64,8 @@ def _class_names(id2label: object) -> tuple[str, ...] | None:
     if not names or set(names) != set(keys):
         raise refusal("id2label", f"is {shown(id2label)}; it must name the classes 0, 1 and so on")
     for name in names.values():
-        if not isinstance(name, str) or len(name) > MAX_CLASS_CHARACTERS:
-            raise refusal("id2label", f"has {shown(name)}; a name has up to {MAX_CLASS_CHARACTERS} characters")
+        if not isinstance(name, str) or len(name) > MAX_CLASS_CHARACTERS or not is_unicode(name):
+            raise refusal("id2label", f"has {shown(name)}; a name has up to {MAX_CLASS_CHARACTERS} whole characters")
     return tuple(names[key] for key in keys)
 
 

@@ -166,7 +166,10 @@ class Tokenizer:
 
     def has_token(self, text: str) -> bool:
         """Returns whether a token is written as `text`."""
-        return self._tokenizer.token_to_id(text) is not None
+        try:
+            return self._tokenizer.token_to_id(text) is not None
+        except UnicodeEncodeError:  # half of a character, which JSON can have
+            return False
 
     def special_id(self, text: str) -> int | None:
         """Returns the id of the special token that is written as `text`; None if there is none."""

@@ -80,6 +80,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "name gap": ({"id2label": {"0": "a", "2": "b", "3": "c"}}, {}, "id2label is"),
     "no names": ({"id2label": ["a", "b", "c"]}, {}, "id2label is"),
     "long name": ({"id2label": {"0": "a", "1": "b", "2": "c" * 257}}, {}, "id2label has"),
+    "half a character": ({"id2label": {"0": "a", "1": "b", "2": "\ud800"}}, {}, "id2label has '\\ud800'"),
     "problem": ({"problem_type": "guess"}, {}, "problem_type is 'guess'"),
     "problem as a list": ({"problem_type": ["guess"]}, {}, "problem_type is ['guess']"),
     "not finite": ({}, {"score__weight": NAN}, "score.weight has values that are not finite"),

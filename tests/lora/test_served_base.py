@@ -120,6 +120,7 @@ async def test_a_template_and_added_tokens_are_reported(
     [
         ("chat_template.jinja", "x" * 70_000, "the chat template has 70000 bytes; 65536 are allowed"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
+        ("tokenizer_config.json", '{"chat_template": "\\ud800"}', "chat_template has half of a character"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
         ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is not valid JSON"),
     ],
@@ -133,6 +134,13 @@ async def test_a_template_that_cannot_be_used_is_refused_only_where_it_would_be(
             await receiver.catalog.load("a", "a", inplace=False)
     async with receiving(tmp_path) as receiver:
         assert (await receiver.catalog.load("a", "a", inplace=False)).facts == NO_FACTS
+
+
+def test_templates_whose_names_are_no_texts_are_passed_over(tmp_path: Path) -> None:
+    templates = [{"name": ["default"], "template": "other"}, {"name": "default", "template": "mine"}]
+    folder = write_adapter(tmp_path / "a")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert ServedBase().own_template(folder) == "mine"
 
 
 async def test_a_template_that_is_a_link_out_of_the_root_is_refused(tmp_path: Path) -> None:

@@ -274,3 +274,9 @@ def test_a_prompt_with_a_gap_is_written_with_the_tokens_of_the_vocabulary(tokens
 @pytest.mark.parametrize("tokens", [set(), {"<|fim_prefix|>", "<|fim_suffix|>"}, {"[SUFFIX]"}], ids=len)
 def test_a_vocabulary_without_all_tokens_has_no_format_for_gaps(tokens: set[str]) -> None:
     assert find_infill_format(tokens.__contains__) is None
+
+
+def test_half_of_a_character_is_no_token() -> None:
+    """Names of tokens are read from JSON files of adapters, which can have one."""
+    tokenizer = loaded(demo.model_folder())
+    assert (tokenizer.has_token("a"), tokenizer.has_token("\ud800")) == (True, False)
