@@ -26,6 +26,7 @@ from caraserve.util.memory import memory_file
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_INDEX_BYTES = 64 << 20
+_LFS_START = b"version "  # of the text that a clone without Git LFS has in place of a file
 _MAX_HEADER_BYTES = 512 << 10  # twice what A and B of all 7 modules of 126 layers take; the library's check is 4 ms
 _MAX_MEMBER_CHARS = 16 << 10  # of one tensor, or of the metadata: decoded within 1 ms
 _MAX_NAME_CHARS, _MAX_DIMENSIONS = 512, 8  # so that both fit into a message
@@ -152,6 +153,8 @@ class TensorFile:
             raise self._invalid(f"it has only {self._status.st_size} bytes")
         self._read_into(memoryview(prefix), 0, "its header")
         (num_bytes,) = struct.unpack("<Q", prefix)
+        if bytes(prefix) == _LFS_START:
+            raise self._invalid("it is a pointer of Git LFS; `git lfs pull` fetches the file that it stands for")
         if num_bytes > min(_MAX_HEADER_BYTES, self._status.st_size - len(prefix)):
             raise self._invalid(f"its header claims {num_bytes} bytes")
         text = bytearray(num_bytes)

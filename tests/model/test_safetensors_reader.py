@@ -206,6 +206,13 @@ def test_a_file_replaced_under_its_name_is_read_as_it_was(tmp_path: Path) -> Non
         np.testing.assert_array_equal(file.raw("w"), np.array([1, 2], np.float32))
 
 
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4665\nsize 12345\n")
+    with pytest.raises(TensorFileError, match="it is a pointer of Git LFS; `git lfs pull` fetches"):
+        TensorFile(path)
+
+
 def test_a_header_too_long_to_parse_is_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
