@@ -480,10 +480,9 @@ def _watch_signals() -> asyncio.Event:
 
 def _announce(served: Served, http: HttpConfig, port: int) -> None:
     """Prints the address, the model, the adapters and a curl command; with --log-format json, logs one line instead."""
-    engine = served.engine
+    engine, infos = served.engine, served.engine.adapters()
     host = _LOOPBACK.get(http.host, http.host)
     url = f"{'https' if http.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-    infos = engine.adapters()
     shown = ", ".join(f"{info.name} (rank {info.rank})" for info in infos[:8])
     more = f" and {len(infos) - 8} more" if len(infos) > 8 else ""
     millions = served.plan.num_parameters / 1e6
@@ -492,9 +491,10 @@ def _announce(served: Served, http: HttpConfig, port: int) -> None:
         log.info("%s; adapters: %s%s", ready, shown or "none", more)
         return
     console = Console(stderr=False, soft_wrap=True, highlight=False, markup=False)
-    console.print(ready)
-    console.print(f"adapters: {shown or 'none'}{more}")
-    name = infos[0].name if infos else engine.base_name
+    console.print(f"{ready}\nadapters: {shown or 'none'}{more}")
+    name = next((info.name for info in infos if not info.facts.num_classes), engine.base_name)
+    chat = '"messages": [{"role": "user", "content": "Tell me about the sea."}]'
+    route, text = ("chat/completions", chat) if engine.tokenizer.can_chat else ("completions", '"prompt": "The sea is"')
     key = " -H 'Authorization: Bearer YOUR-API-KEY'" if http.needs_keys else ""
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell me about the sea."}}]}}'
-    console.print(f"try:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
+    body = f'{{"model": "{name}", {text}}}'
+    console.print(f"try:  curl {url}/v1/{route}{key} -H 'Content-Type: application/json' -d '{body}'")

@@ -33,7 +33,10 @@ def check_paths(model: ModelConfig, lora: LoraConfig) -> None:
         if not problem and (why := why_not_adapter(module.path)):
             problem = f"{str(module.path)!r}: {why}"
         if problem:
-            raise ConfigError(f"adapter {module.name!r}: {problem}; give an adapter's folder")
+            raise ConfigError(
+                f"adapter {module.name!r}: {problem}; give an adapter's folder (`hf download ORG/NAME --local-dir DIR` "
+                "fetches one from the Hugging Face Hub)"
+            )
 
 
 def _why_no_folder(path: Path) -> str:

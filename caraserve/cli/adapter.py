@@ -22,6 +22,11 @@ from caraserve.model.safetensors_reader import TensorFileError, weight_files
 from caraserve.util.units import human_bytes
 
 _WIDTH = 10  # of the first column
+# Fields that say what kind of adapter it is, each shown if it has a value.
+_METHOD = (
+    *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "lora_bias", "use_bdlora", "use_qalora"),
+    *("fine_tune_type", "task_type"),
+)
 _MOST_COPIES, _MOST_SCALES = 5, 5  # that are named
 
 
@@ -34,7 +39,7 @@ def inspect(folder: Path, model: Path | None) -> Iterator[str]:
         fields = load_fields(folder / files[0])
     num_bytes = sum((folder / name).stat().st_size for name in files)
     yield _line("files", f"{', '.join(files)} ({human_bytes(num_bytes)}), as {_writer(files, fields)} writes them")
-    method = [f"{field} {shown(fields[field])}" for field in ("peft_type", "r", "lora_alpha") if fields.get(field)]
+    method = [f"{field} {shown(fields[field])}" for field in _METHOD if fields.get(field)]
     if method:
         yield _line("method", ", ".join(method))
     if fields.get("base_model_name_or_path"):
@@ -96,7 +101,8 @@ def _line(what: str, text: str) -> str:
 
 def _files(folder: Path) -> tuple[str, ...]:
     if not folder.is_dir():
-        raise ConfigError(f"{str(folder)!r} is not a folder")
+        hint = "; give the folder that it is in" if folder.exists() else ""
+        raise ConfigError(f"{str(folder)!r} is not a folder{hint}")
     try:
         if files := files_of(folder):
             return files
@@ -140,7 +146,9 @@ def _modules(layout: TensorLayout, plan: DecoderPlan) -> str:
     changes = [one.change for one in layout.vocabulary]
     sizes = [(one.rank, one.scale) for one in layout.modules.values()]
     sizes += [(one.rank, one.scale) for one in changes if one.rank]
-    texts = [", ".join(layout.spec.targets) + (f" in {len(layers)} of {len(plan.layers)} layers" if layers else "")]
+    targets = [target for target in layout.spec.targets if target in plan.targets]
+    texts = [f"{', '.join(targets)} in {len(layers)} of {len(plan.layers)} layers"] if layers else []
+    texts += [target for target in layout.spec.targets if target not in targets]
     if sizes:
         texts.append(f"rank {', '.join(map(str, sorted({rank for rank, _ in sizes})))}")
         texts.append(

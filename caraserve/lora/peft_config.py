@@ -46,7 +46,10 @@ _REFUSED = {"layer_replication": "builds another base model; merge the adapter i
 _UNDERSTOOD = {"peft_type", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
 _INVOCATION = "alora_invocation_tokens"
 TRAINED_TOKENS = "trainable_token_indices"  # whose rows of the embedding were trained
-_UNDERSTOOD |= {"modules_to_save", _INVOCATION, TRAINED_TOKENS}
+_PARAMETERS = "target_parameters"  # where peft writes the router of an MoE, which transformers has no Linear for
+_WEIGHT = ".weight"
+_OF_MODULES = ("rank_pattern", "alpha_pattern", "layers_to_transform")  # which peft matches otherwise for parameters
+_UNDERSTOOD |= {"modules_to_save", _INVOCATION, TRAINED_TOKENS, _PARAMETERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ def parse_config(fields: Fields, plan: DecoderPlan) -> PeftConfig:
         notes.append(f"{CONFIG_NAME}: target_modules has {some}, which the base model lacks")
     return PeftConfig(
         kind=kind(fields, plan),
-        targets=_targets(fields.get("target_modules"), plan),
+        targets=_targets(fields.get("target_modules"), _parameters(fields, kind, plan), plan),
         excluded=_excluded(fields.get("exclude_modules")),
         target_pattern=_pattern(fields.get("target_modules")),
         excluded_pattern=_pattern(fields.get("exclude_modules")),
@@ -191,7 +194,23 @@ def _pattern(value: Any) -> str | None:
     return value if isinstance(value, str) and value and value != "all-linear" else None
 
 
-def _targets(value: Any, plan: DecoderPlan) -> frozenset[str] | None:
+def _parameters(fields: Fields, kind: type[AdapterKind], plan: DecoderPlan) -> frozenset[str]:
+    """Returns the modules whose weights are targeted as parameters: of a matrix, A and B are those of its module."""
+    value = fields.get(_PARAMETERS)
+    if not value:
+        return frozenset()
+    names = value if _are_names(value) else []
+    modules = frozenset(name.removesuffix(_WEIGHT) for name in names if name.endswith(_WEIGHT))
+    known = len(modules) == len(names) > 0 and all(name.split(".")[-1] in plan.targets for name in modules)
+    is_plain = (kind.peft_type, kind.switch) == ("LORA", None) and isinstance(fields.get("target_modules"), list)
+    if not (known and is_plain) or any(fields.get(field) for field in _OF_MODULES):
+        raise refusal(_PARAMETERS, f"is {shown(value)}; adapters that use it are not supported")
+    return modules
+
+
+def _targets(value: Any, parameters: frozenset[str], plan: DecoderPlan) -> frozenset[str] | None:
+    if parameters and not value:
+        return parameters
     if value == "all-linear":
         return frozenset(plan.targets)
     if isinstance(value, str) and value:
@@ -202,7 +221,7 @@ def _targets(value: Any, plan: DecoderPlan) -> frozenset[str] | None:
     if len(foreign) == len(value):
         known = ", ".join((*plan.targets, *vocabulary_targets(plan).values()))
         raise refusal("target_modules", f"has {shown(foreign[0])}; supported modules are {known}")
-    return frozenset(value)
+    return frozenset(value) | parameters
 
 
 def _foreign_targets(value: Any, plan: DecoderPlan) -> list[str]:

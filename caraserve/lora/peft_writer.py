@@ -22,6 +22,7 @@ from caraserve.lora.tensor_names import peft_name
 _OWN = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "fan_in_fan_out"),
+    "target_parameters",
 )
 _WRITTEN = ("A", "B")
 _KEPT_WITH = "peft_type"  # a field of PEFT's configurations; those of other programs are not kept
@@ -34,6 +35,8 @@ def write_adapter(layout: TensorLayout, fields: Fields, folder: Path) -> None:
     for adapted in layout.modules.values():
         if not adapted.tensors.keys() <= sources:
             raise AdapterRejected(f"{adapted.names[0]} is changed by more than A and B; only plain LoRA can be written")
+    if layout.head is not None:
+        raise AdapterRejected(f"{layout.head} is a score head; only LoRA of layers can be written")
     if layout.vocabulary:
         raise AdapterRejected(f"{layout.vocabulary[0].module} is changed; only LoRA of layers can be written")
     if layout.head is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from caraserve.errors import AdapterRejected, PayloadTooLarge
-from caraserve.lora.folder_contents import TEXTS, TOKENIZER_NAME
+from caraserve.lora.folder_contents import GGUF_SUFFIX, MISTRAL_NAMES, MLX_NAME, TEXTS, TOKENIZER_NAME, TORCH_NAME
 from caraserve.lora.folder_texts import MAX_TEXT_BYTES
 from caraserve.lora.peft import TENSORS_NAME
 from caraserve.lora.peft_config import CONFIG_NAME
@@ -37,6 +37,9 @@ _MOST_MEMBERS = 4096
 _MOST_TOKENIZER_BYTES = 64 << 20
 _NAMED = 20  # of the files that were skipped
 _SHOWN = 3  # of them, in a message
+# Tensors of adapters that are served from a folder, but are no uploads.
+_CONVERTIBLE = (GGUF_SUFFIX, MLX_NAME, TORCH_NAME, MISTRAL_NAMES[-1])
+_TO_CONVERT = "uploads have PEFT's files: `caraserve adapter import` makes them"
 MOST_CONFIG_BYTES = 1 << 20
 MOST_OTHER_BYTES = 1 << 30  # of files beside the adapter's two; a checkpoint's optimizer takes twice its weights
 
@@ -110,7 +113,8 @@ class UploadBody:
         """Raises AdapterRejected unless both of an adapter's files have come."""
         if TENSORS_NAME not in self._written:
             but = f" at its top, but {', '.join(self.skipped[:_SHOWN])}" if self.skipped else ""
-            raise AdapterRejected(f"the body has no {TENSORS_NAME}{but}")
+            can_convert = any(name.endswith(_CONVERTIBLE) for name in self.skipped)
+            raise AdapterRejected(f"the body has no {TENSORS_NAME}{but}{f'; {_TO_CONVERT}' if can_convert else ''}")
         self.refuse_missing_config()
 
     def refuse_missing_config(self) -> None:
@@ -153,6 +157,8 @@ class UploadBody:
             start = b""
         elif start[:2] == b"\x1f\x8b":
             raise AdapterRejected("the body is compressed; send the tar as it is")
+        elif start[:4] == b"GGUF":
+            raise AdapterRejected(f"the body is a GGUF file; {_TO_CONVERT}")
         elif self._config is not None:
             raise AdapterRejected("config goes with a safetensors body; a tar has its own file", param="config")
         block = start + (yield from self._read(_BLOCK - len(start), may_end=not start))

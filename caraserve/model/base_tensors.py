@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from caraserve.model.base_linears import BaseLinears
 from caraserve.model.dtype import Dtype, rounded, to_float32
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.safetensors_reader import TensorFile, weight_files
+from caraserve.model.safetensors_reader import weight_file, weight_files
 
 _PIECE_BYTES = 4 << 20  # that are compared at a time
 Rows = Callable[[int, int], NDArray[np.generic]]
@@ -53,7 +53,7 @@ class BaseTensors:
         """Returns the shape of a stored tensor."""
         path = self._files[name]
         if path not in self._shapes:
-            with TensorFile(path) as file:
+            with weight_file(path) as file:
                 self._shapes[path] = {one: file.shape(one) for one in file.names}
         return self._shapes[path][name]
 
@@ -61,7 +61,7 @@ class BaseTensors:
         """Returns the rows of a stored tensor that differ from a copy of the same shape. `rows(start, stop)`: reads the
         copy, in `dtype`; the base's values are rounded to it. Memory does not grow with the tensor."""
         found: list[NDArray[np.intp]] = []
-        with TensorFile(self._files[name]) as file:
+        with weight_file(self._files[name]) as file:
             count, *rest = file.shape(name)
             source = file.dtype(name)
             step = max(1, _PIECE_BYTES // max(1, source.itemsize * int(np.prod(rest))))

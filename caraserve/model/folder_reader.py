@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, Dtype, to_float32
-from caraserve.model.safetensors_reader import TensorFile, TensorFileError, weight_files
+from caraserve.model.safetensors_reader import TensorFile, TensorFileError, weight_file, weight_files
 
 Raw = NDArray[np.generic]  # float32, or the bits of a 16-bit type as uint16
 
@@ -114,7 +114,7 @@ class FolderReader:
             raise ModelLoadError(f"{self._folder}: tensor {name} is missing")
         name, path = stored, self._files[stored]
         if path not in self._opened:
-            self._opened[path] = TensorFile(path)
+            self._opened[path] = weight_file(path)
         found = self._opened[path].shape(name)
         if shape is not None and found != shape:
             raise ModelLoadError(f"{path.name}: tensor {name} has shape {list(found)}, config.json asks {list(shape)}")

@@ -26,7 +26,10 @@ from caraserve.util.memory import memory_file
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_INDEX_BYTES = 64 << 20
+_LFS_START = b"version "  # of the text that a clone without Git LFS has in place of a file
 _MAX_HEADER_BYTES = 512 << 10  # twice what A and B of all 7 modules of 126 layers take; the library's check is 4 ms
+# 5 GB of a model of 48 layers of 128 experts, with a scale for each of their matrices, take 700 kB.
+_MAX_MODEL_HEADER_BYTES = 16 << 20
 _MAX_MEMBER_CHARS = 16 << 10  # of one tensor, or of the metadata: decoded within 1 ms
 _MAX_NAME_CHARS, _MAX_DIMENSIONS = 512, 8  # so that both fit into a message
 _BLANKS = r"[ \t\n\r]*"
@@ -40,14 +43,14 @@ class TensorFileError(Exception):
 class TensorFile:
     """One safetensors file, open for reading."""
 
-    def __init__(self, path: Path, name: str = "") -> None:
+    def __init__(self, path: Path, name: str = "", most_header_bytes: int = _MAX_HEADER_BYTES) -> None:
         """Opens the file, which error messages call `name`, else by its own name. Raises TensorFileError for anything
-        but a well-formed regular file."""
+        but a well-formed regular file, and for one with a longer header."""
         self.name = name or path.name
         self._descriptor = open_regular(path)
         self._closer = weakref.finalize(self, os.close, self._descriptor)  # also without a call of `close`
         self._status = os.fstat(self._descriptor)
-        self._header, self._start = self._checked_header()
+        self._header, self._start = self._checked_header(most_header_bytes)
         self._metadata: dict[str, Any] = self._header.pop("__metadata__", {})
 
     @property
@@ -145,15 +148,19 @@ class TensorFile:
         self.read_into(name, values.reshape(-1).view(np.uint8).data, 0)
         return values
 
-    def _checked_header(self) -> tuple[dict[str, Any], int]:
+    def _checked_header(self, most_bytes: int) -> tuple[dict[str, Any], int]:
         """Returns the header by tensor name, and the offset of the data."""
         prefix = bytearray(8)
         if self._status.st_size < len(prefix):
             raise self._invalid(f"it has only {self._status.st_size} bytes")
         self._read_into(memoryview(prefix), 0, "its header")
         (num_bytes,) = struct.unpack("<Q", prefix)
-        if num_bytes > min(_MAX_HEADER_BYTES, self._status.st_size - len(prefix)):
+        if bytes(prefix) == _LFS_START:
+            raise self._invalid("it is a pointer of Git LFS; `git lfs pull` fetches the file that it stands for")
+        if num_bytes > self._status.st_size - len(prefix):
             raise self._invalid(f"its header claims {num_bytes} bytes")
+        if num_bytes > most_bytes:
+            raise TensorFileError(f"{self.name}: its header has {num_bytes} bytes; at most {most_bytes} are read")
         text = bytearray(num_bytes)
         self._read_into(memoryview(text), len(prefix), "its header")
         try:
@@ -278,6 +285,11 @@ def read_fully(descriptor: int, target: memoryview, offset: int, name: str, what
         done += count
 
 
+def weight_file(path: Path) -> TensorFile:
+    """Opens a file of a model, which may have more tensors than an adapter's. Raises TensorFileError."""
+    return TensorFile(path, most_header_bytes=_MAX_MODEL_HEADER_BYTES)
+
+
 def weight_files(folder: Path) -> dict[str, Path]:
     """Returns files by tensor name, of a single `model.safetensors` or of a sharded folder with its index.
 
@@ -288,7 +300,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
         return _sharded(folder, index)
     single = folder / "model.safetensors"
     if single.is_file():
-        with TensorFile(single) as file:
+        with weight_file(single) as file:
             return dict.fromkeys(file.names, single)
     pickled = sorted(path.name for path in folder.glob("*") if path.suffix in _PICKLED)
     if pickled:

@@ -150,6 +150,11 @@ class Tokenizer:
         return str(self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
 
     @property
+    def can_chat(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._chat_template is not None
+
+    @property
     def tool_format(self) -> ToolFormat | None:
         """How the model writes calls of tools; None if its chat template does not show it."""
         return self._chat_template.tool_format if self._chat_template is not None else None

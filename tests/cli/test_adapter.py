@@ -64,7 +64,7 @@ def test_changes_of_the_head_are_said(tmp_path: Path, model: str, capsys: Captur
     folder = write_adapter(tmp_path / "a", fields, tensors_for() | {"base_model.model.lm_head.weight": head})
     code, lines, err = run(capsys, "inspect", str(folder), "--model", model)
     assert (code, err) == (0, "")
-    assert "applied   q_proj, lm_head in 2 of 2 layers; rank 4; scale 2; 2 rows of the head" in lines
+    assert "applied   q_proj in 2 of 2 layers; lm_head; rank 4; scale 2; 2 rows of the head" in lines
     code, lines, err = run(capsys, "import", str(folder), str(tmp_path / "b"), "--model", model)
     assert (code, lines, (tmp_path / "b").exists()) == (1, [], False)
     assert "lm_head is changed; only LoRA of layers can be written" in err
@@ -80,6 +80,19 @@ def test_a_score_head_is_said_and_not_left_out_of_a_conversion(
     assert any(line.endswith("; a score head of 3 classes") for line in lines)
     code, lines, err = run(capsys, "import", str(folder), str(tmp_path / "b"), "--model", model)
     assert (code, lines, (tmp_path / "b").exists()) == (1, [], False)
+    assert "base_model.model.score.weight is a score head; only LoRA of layers can be written" in err
+
+
+def test_the_kind_and_the_score_head_are_said(tmp_path: Path, model: str, capsys: Capture) -> None:
+    fields = {"task_type": "SEQ_CLS", "use_rslora": True}
+    head = {"base_model.model.score.weight": np.ones((3, 64), np.float32)}
+    folder = write_adapter(tmp_path / "a", fields, tensors_for() | head)
+    code, lines, _ = run(capsys, "inspect", str(folder), "--model", model)
+    assert code == 0
+    assert lines[1] == "method    peft_type 'LORA', r 4, lora_alpha 8, use_rslora True, task_type 'SEQ_CLS'"
+    assert "applied   q_proj in 2 of 2 layers; rank 4; scale 4; a score head of 3 classes" in lines
+    code, _, err = run(capsys, "import", str(folder), str(tmp_path / "b"), "--model", model)
+    assert (code, (tmp_path / "b").exists()) == (1, False)
     assert "base_model.model.score.weight is a score head; only LoRA of layers can be written" in err
 
 
@@ -107,6 +120,7 @@ def test_a_refused_adapter_is_one_line_and_exit_code_1(
     ("words", "code", "why"),
     [
         (["inspect", "nowhere"], 2, "'nowhere' is not a folder"),
+        (["inspect", "made/adapter_config.json"], 2, "is not a folder; give the folder that it is in"),
         (["inspect", "empty"], 1, "the folder is empty"),
         (["inspect"], 2, "FOLDER"),
         (["import", "empty", "x"], 2, "--model"),

@@ -55,6 +55,7 @@ class FakeTokenizer:
     vocab_size = 258
     eos_ids = frozenset({EOS})
     pad_id: int | None = EOS
+    can_chat = True
     sentences = LAST_TOKEN
     special_ids = frozenset({BOS, EOS})
     info: Mapping[str, Any] = {"tokenizer_class": "Bytes", "eos_token": "</s>"}

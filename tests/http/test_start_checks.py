@@ -18,6 +18,7 @@ import uvloop
 from caraserve import demo
 from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, LoraModule, ModelConfig
+from caraserve.core.adapter_facts import AdapterFacts
 from caraserve.errors import ConfigError
 from caraserve.http import tls_files
 from caraserve.http.app import make_app, start_http
@@ -26,7 +27,7 @@ from caraserve.http.tls_files import TlsFiles, first_context
 from caraserve.model.families import load_plan
 from caraserve.serve import _announce, _upload_root, with_demo
 from caraserve.start_checks import check_paths, client_tls, exposure
-from tests.http.fake_engine import FakeEngine
+from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.log_lines import logged
 from tests.http.serving import http_config, new_metrics, serving
 from tests.serving import engine_config, lora_config, model_config, running
@@ -308,9 +309,14 @@ async def test_adapters_above_the_highest_rank_are_refused() -> None:
             pass
 
 
-def announced(capsys: pytest.CaptureFixture[str], **settings: object) -> str:
+def announced(
+    capsys: pytest.CaptureFixture[str], *, can_chat: bool = True, classes: tuple[int, ...] = (), **settings: object
+) -> str:
     served = SimpleNamespace(engine=FakeEngine(), plan=load_plan(demo.model_folder()), device="the CPU")
-    served.engine.loaded = {}
+    served.engine.tokenizer.can_chat = can_chat
+    served.engine.loaded = {
+        f"a{at}": FakeAdapter(f"a{at}", "x", facts=AdapterFacts(num_classes=count)) for at, count in enumerate(classes)
+    }
     _announce(served, http_config(**settings), 8000)  # type: ignore[arg-type]
     return capsys.readouterr().out
 
@@ -321,6 +327,13 @@ def test_the_printed_command_names_loopback_and_contains_no_key(capsys: pytest.C
     assert "curl http://127.0.0.1:8000/v1/chat/completions -H 'Authorization: Bearer YOUR-API-KEY'" in keyed
     assert "0.0.0.0" not in keyed
     assert "sesame" not in keyed
+
+
+def test_the_printed_command_can_be_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert '/v1/completions -H \'Content-Type: application/json\' -d \'{"model": "a1", "prompt": "' in announced(
+        capsys, can_chat=False, classes=(3, 0)
+    )
+    assert '"model": "org/base", "messages"' in announced(capsys, classes=(3,))
 
 
 def test_a_log_for_programs_has_no_plain_lines(

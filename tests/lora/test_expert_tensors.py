@@ -41,3 +41,14 @@ def test_tensors_for_all_experts_of_a_layer_count_for_each(tmp_path: Path) -> No
 def test_routers_and_shared_experts_are_adapted(tmp_path: Path) -> None:
     spec = inspect_adapter(write(tmp_path, PLAN), PLAN)
     assert {"router", "shared_gate", "gate_proj", "up_proj", "down_proj"} < set(spec.targets)
+
+
+def test_a_router_may_be_targeted_by_its_parameter(tmp_path: Path) -> None:
+    tensors = {name: value for name, value in tensors_of(PLAN).items() if ".router." in name or ".c_attn." in name}
+    by_module = write(tmp_path / "module", PLAN, tensors, target_modules=["c_attn", "router"])
+    by_parameter = {"target_modules": ["c_attn"], "target_parameters": ["router.weight"]}
+    expected = inspect_adapter(by_module, PLAN).digest
+    assert inspect_adapter(write(tmp_path / "a", PLAN, tensors, **by_parameter), PLAN).digest == expected
+    for field, value in (("alpha_pattern", {"router": 2}), ("layers_to_transform", [1]), ("use_dora", True)):
+        with pytest.raises(AdapterRejected, match="target_parameters"):
+            inspect_adapter(write(tmp_path / field, PLAN, tensors, **by_parameter, **{field: value}), PLAN)

@@ -100,6 +100,8 @@ BAD: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "long name": (lambda folder: entry("p", b"../x\0", type=tarfile.GNUTYPE_LONGNAME) + tar_of(folder), "../x"),
     "after its end": (lambda folder: tar_of(folder) + b"x", "after its end"),
     "compressed": (lambda folder: b"\x1f\x8b" + bytes(100), "compressed"),
+    "GGUF": (lambda folder: b"GGUF" + bytes(1000), "`caraserve adapter import` makes them"),
+    "a .bin": (lambda folder: entry("a/adapter_model.bin", b"x") + END, "`caraserve adapter import` makes them"),
     "text": (lambda folder: b"{}" * 600, "neither a tar nor a safetensors"),
     "empty": (lambda folder: b"", "has no adapter_model.safetensors"),
     "cut": (lambda folder: tar_of(folder)[:4000], "ends in the middle of adapter_model.safetensors"),

@@ -29,6 +29,14 @@ def write_file(path: Path, header: Any, data: bytes = b"") -> Path:
     return path
 
 
+def test_a_model_may_have_more_tensors_than_an_adapter(tmp_path: Path) -> None:
+    header = {f"{'experts.' * 8}{at}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for at in range(5000)}
+    path = write_file(tmp_path / "model.safetensors", header)
+    assert weight_files(tmp_path) == dict.fromkeys(header, path)
+    with pytest.raises(TensorFileError, match="at most 524288 are read"):
+        TensorFile(path)
+
+
 @pytest.mark.parametrize(
     ("torch_dtype", "dtype", "bits"),
     [
@@ -140,7 +148,7 @@ def test_memory_does_not_grow_with_a_claimed_size(tmp_path: Path) -> None:
         file.truncate(2**40)  # sparse: the file has that size and takes no space
     tracemalloc.start()
     try:
-        with pytest.raises(TensorFileError, match="claims 549755813888 bytes"):
+        with pytest.raises(TensorFileError, match="its header has 549755813888 bytes; at most"):
             TensorFile(path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
@@ -206,12 +214,19 @@ def test_a_file_replaced_under_its_name_is_read_as_it_was(tmp_path: Path) -> Non
         np.testing.assert_array_equal(file.raw("w"), np.array([1, 2], np.float32))
 
 
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4665\nsize 12345\n")
+    with pytest.raises(TensorFileError, match="it is a pointer of Git LFS; `git lfs pull` fetches"):
+        TensorFile(path)
+
+
 def test_a_header_too_long_to_parse_is_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
         file.write(struct.pack("<Q", (512 << 10) + 1))
         file.truncate(64 << 20)  # it is all there, so only its length speaks against it
-    with pytest.raises(TensorFileError, match="its header claims 524289 bytes"):
+    with pytest.raises(TensorFileError, match="its header has 524289 bytes; at most 524288 are read"):
         TensorFile(path)
 
 
