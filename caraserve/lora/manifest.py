@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from caraserve.core.adapter_rules import are_invocation_tokens
 from caraserve.core.lora_layout import (
     MAX_RANK,
@@ -27,10 +29,18 @@ from caraserve.core.lora_layout import (
     RankAndScale,
     VocabularyChange,
 )
-from caraserve.core.score_head import ACTIVATIONS, MAX_CLASS_CHARACTERS, MAX_CLASSES, MAX_HEAD_BYTES, ScoreHead
+from caraserve.core.score_head import (
+    ACTIVATIONS,
+    MAX_CLASS_CHARACTERS,
+    MAX_CLASSES,
+    MAX_HEAD_BYTES,
+    MAX_HEAD_WEIGHT,
+    ScoreHead,
+)
 from caraserve.errors import AdapterRejected
-from caraserve.model.dtype import Dtype
+from caraserve.model.dtype import Dtype, to_float32
 from caraserve.model.plan import DecoderPlan
+from caraserve.util.text import is_text
 
 MAX_MANIFEST_BYTES = 4 << 20
 
@@ -99,12 +109,15 @@ def _read_head(fields: Any, plan: DecoderPlan) -> ScoreHead:
     """Returns the score head in a manifest. Raises ValueError."""
     classes, activation, dtype, data = fields
     head = ScoreHead(tuple(classes), activation, Dtype(dtype), base64.b64decode(data, validate=True))
-    are_names = all(isinstance(name, str) and len(name) <= MAX_CLASS_CHARACTERS for name in classes)
+    are_names = all(isinstance(name, str) and len(name) <= MAX_CLASS_CHARACTERS and is_text(name) for name in classes)
     size = len(head.classes) * plan.hidden * head.dtype.itemsize
     if not are_names or not 0 < len(head.classes) <= MAX_CLASSES or activation not in ACTIVATIONS:
         raise ValueError("head")
     if len(head.data) != size or not 0 < size <= MAX_HEAD_BYTES:
         raise ValueError("head")
+    weights = to_float32(np.frombuffer(head.data, head.dtype.storage), head.dtype)
+    if not np.abs(weights).max() <= MAX_HEAD_WEIGHT:  # nor NaN
+        raise ValueError("weights of the head")
     return head
 
 
@@ -150,6 +163,11 @@ def _others(
     if len({change.side for change in changes}) != len(changes):
         raise ValueError("vocabulary")
     head = _read_head(others["head"], plan) if "head" in others else None
+    # As of folders: tokens before the invocation have KV that requests of the base model reuse.
+    if tokens and (changes or "vectors" in others):
+        raise ValueError("activated LoRA with vocabulary or vectors")
+    if plan.has_unit_head_rows and any(change.side == "head" for change in changes):
+        raise ValueError("a head that cannot be changed")
     return tuple(tokens), changes, "vectors" in others, head
 
 
