@@ -137,10 +137,11 @@ def test_safetensors_are_read_where_both_are(tmp_path: Path) -> None:
 
 def test_gguf_files_of_other_families_have_the_rows_as_they_are(tmp_path: Path) -> None:
     tensors = tensors_for(TARGETS)
-    other = gguf(tmp_path / "other", tensors, **{"general.architecture": "qwen2"})
-    assert digest(other, QWEN) == digest(peft(tmp_path / "peft", tensors), QWEN)
+    for at, architecture in enumerate(("qwen2", ["llama"], 7)):  # a hostile file has one that is no name
+        other = gguf(tmp_path / f"other{at}", tensors, **{"general.architecture": architecture})
+        assert digest(other, QWEN) == digest(peft(tmp_path / f"peft{at}", tensors), QWEN)
     llama = gguf(tmp_path / "llama", tensors)
-    assert digest(llama) != digest(tmp_path / "peft")
+    assert digest(llama) != digest(tmp_path / "peft0")
 
 
 def test_gguf_ranks_and_scales_are_each_modules_own(tmp_path: Path) -> None:

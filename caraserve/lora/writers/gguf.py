@@ -81,7 +81,7 @@ def _order(file: GgufFile, match: re.Match[str], shape: tuple[int, int], plan: D
     """Returns the rows of B in Hugging Face's order, None if they are stored so."""
     attention = attention_of(plan, int(match["layer"] or 0))
     is_moved = match["tensor"] == "b" and match["module"] in ("attn_q", "attn_k")
-    if not is_moved or attention is None or file.metadata.get("general.architecture") not in INTERLEAVED:
+    if not is_moved or attention is None or str(file.metadata.get("general.architecture")) not in INTERLEAVED:
         return None
     heads = attention.heads if match["module"] == "attn_q" else attention.kv_heads
     if shape[0] != heads * attention.head_dim:  # which is refused later
