@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from caraserve.errors import ModelLoadError
+from caraserve.util.text import is_text
 
 Pooling = Literal["last", "mean", "first"]
 _MODES: dict[str, Pooling] = {
@@ -80,7 +81,7 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str]:
     if not isinstance(config, dict) or not isinstance(prompts, dict | None):
         raise ModelLoadError(f"{path}: prompts must be texts by name")
     found = prompts or {}
-    if not all(isinstance(text, str) for text in found.values()):
+    if not all(isinstance(text, str) and is_text(text) for text in found.values()):
         raise ModelLoadError(f"{path}: prompts must be texts by name")
     name = config.get("default_prompt_name")
     if name is not None and (not isinstance(name, str) or name not in found):

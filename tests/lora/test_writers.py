@@ -226,6 +226,18 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda at: odd_tensor(mistral(at, ALL), "lora.safetensors", "layers.0.attention.wx.lora_A.weight"),
         "is not LoRA A or B of a module of the base model",
     ),
+    "Mistral, another part": (
+        lambda at: odd_tensor(mistral(at, ALL), "lora.safetensors", "layers.0.feed_forward.wq.lora_A.weight"),
+        "'layers.0.feed_forward.wq.lora_A.weight' is not LoRA A or B of a module",
+    ),
+    "Tinker and PEFT": (
+        lambda at: odd_tensor(
+            write_adapter(at, {"target_modules": list(TARGETS)}, ALL),
+            "adapter_model.safetensors",
+            f"{PREFIX}model.layers.0.attn.q_proj.lora_A.weight",
+        ),
+        "two tensors are 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'",
+    ),
     "Mistral, layers": (
         lambda at: odd_tensor(mistral(at, ALL), "lora.safetensors", "layers.7.attention.wq.lora_A.weight"),
         "'layers.7.attention.wq.lora_A.weight' is not LoRA A or B of a module",
