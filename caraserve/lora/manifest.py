@@ -44,6 +44,7 @@ from caraserve.util.text import is_text
 
 MAX_MANIFEST_BYTES = 4 << 20
 
+_MOST_SHOWN = 200  # characters of a message
 _FORMAT = 1  # changes with the layout of images
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 256 << 10, 1 << 20
 
@@ -140,7 +141,8 @@ def read_manifest(body: bytes, digest: str, plan: DecoderPlan) -> AdapterSpec:
         if len(hashes) != len(chunk_ends(spec.layer_ends)) or any(len(one) != 32 for one in hashes):
             raise ValueError("chunks")
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
-        raise AdapterRejected(f"adapter {digest[:12]} is not for this base model or this version: {error}") from None
+        why = ascii(str(error))[1:-1][:_MOST_SHOWN]  # which may have text of another instance
+        raise AdapterRejected(f"adapter {digest[:12]} is not for this base model or this version: {why}") from None
     return replace(spec, chunks=hashes, head=head)
 
 
