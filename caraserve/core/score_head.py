@@ -14,6 +14,7 @@ from caraserve.model.dtype import Dtype, to_float32
 # 4,096 numbers in bf16 take 2 MiB.
 MAX_CLASSES, MAX_HEAD_BYTES = 1024, 5 << 19
 MAX_CLASS_CHARACTERS = 256  # of a name
+MAX_HEAD_WEIGHT = 1e15  # with larger ones scores overflow, and NaN has no class
 Activation = Literal["softmax", "sigmoid", "none"]
 ACTIVATIONS: tuple[Activation, ...] = ("softmax", "sigmoid", "none")
 
@@ -38,7 +39,8 @@ class ScoreHead:
             return logits
         values = logits.astype(np.float64)
         if self.activation == "sigmoid":
-            values = 1.0 / (1.0 + np.exp(-values))
+            with np.errstate(over="ignore"):  # to infinity, whose reciprocal is 0
+                values = 1.0 / (1.0 + np.exp(-values))
         else:
             powers = np.exp(values - values.max())
             values = powers / powers.sum()

@@ -97,7 +97,8 @@ def _sort_other(
         return
     if (place := vocabulary_tensor(normalised(name), plan)) is not None:
         module, tensor = place
-        found.vocabulary.setdefault(module, {})[tensor] = name
+        if (other := found.vocabulary.setdefault(module, {}).setdefault(tensor, name)) != name:
+            raise AdapterRejected(f"tensor {name} and {other} are the same module's")
         return
     saved = saved_tensor(name)
     if saved is not None and base is not None and (copy := base_copy(saved, file, base)) is not None:

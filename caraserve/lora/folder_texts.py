@@ -9,8 +9,8 @@ from typing import Any
 
 from caraserve.errors import AdapterRejected
 from caraserve.lora.folder_contents import ADDED_TOKENS_NAME, TEMPLATE_NAME, TOKENIZER_CONFIG_NAME, TOKENIZER_NAME
-from caraserve.lora.peft_fields import is_unicode
 from caraserve.model.safetensors_reader import TensorFileError, open_regular
+from caraserve.util.text import is_text
 
 MAX_TEXT_BYTES = 4 << 20  # of a file; a tokenizer_config.json with 1,000 added tokens has 200 KiB
 # Of tokenizer.json, whose added tokens come before its vocabulary, with 170 bytes each.
@@ -25,12 +25,12 @@ def read_template(folder: Path) -> str | None:
         return text
     template = _read_object(folder / TOKENIZER_CONFIG_NAME).get("chat_template")
     if isinstance(template, list):
-        named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
-        template = named[-1].get("template") if named else None
+        named = [one.get("template") for one in template if isinstance(one, dict) and one.get("name") == "default"]
+        template = named[-1] if named else None
     if not isinstance(template, str) or not template:
         return None
-    if not is_unicode(template):
-        raise AdapterRejected(f"{TOKENIZER_CONFIG_NAME}: chat_template has half of a character")
+    if not is_text(template):
+        raise AdapterRejected("the chat template has half a pair of surrogates, which is no text")
     return template
 
 
@@ -41,7 +41,7 @@ def read_added_tokens(folder: Path) -> set[str]:
     tokens = set(_read_object(folder / ADDED_TOKENS_NAME))
     tokens.update(_contents(decoder.values() if isinstance(decoder, dict) else ()))
     tokens.update(_contents(_added_in(_read(folder / TOKENIZER_NAME, _TOKENIZER_START_BYTES, is_start=True) or "")))
-    return tokens
+    return set(filter(is_text, tokens))
 
 
 def _contents(tokens: Any) -> Iterator[str]:

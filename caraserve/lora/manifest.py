@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from caraserve.core.adapter_rules import are_invocation_tokens
 from caraserve.core.lora_layout import (
     MAX_RANK,
@@ -27,13 +29,22 @@ from caraserve.core.lora_layout import (
     RankAndScale,
     VocabularyChange,
 )
-from caraserve.core.score_head import ACTIVATIONS, MAX_CLASS_CHARACTERS, MAX_CLASSES, MAX_HEAD_BYTES, ScoreHead
+from caraserve.core.score_head import (
+    ACTIVATIONS,
+    MAX_CLASS_CHARACTERS,
+    MAX_CLASSES,
+    MAX_HEAD_BYTES,
+    MAX_HEAD_WEIGHT,
+    ScoreHead,
+)
 from caraserve.errors import AdapterRejected
-from caraserve.model.dtype import Dtype
+from caraserve.model.dtype import Dtype, to_float32
 from caraserve.model.plan import DecoderPlan
+from caraserve.util.text import is_text
 
 MAX_MANIFEST_BYTES = 4 << 20
 
+_MOST_SHOWN = 200  # characters of a message
 _FORMAT = 1  # changes with the layout of images
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 256 << 10, 1 << 20
 
@@ -99,12 +110,15 @@ def _read_head(fields: Any, plan: DecoderPlan) -> ScoreHead:
     """Returns the score head in a manifest. Raises ValueError."""
     classes, activation, dtype, data = fields
     head = ScoreHead(tuple(classes), activation, Dtype(dtype), base64.b64decode(data, validate=True))
-    are_names = all(isinstance(name, str) and len(name) <= MAX_CLASS_CHARACTERS for name in classes)
+    are_names = all(isinstance(name, str) and len(name) <= MAX_CLASS_CHARACTERS and is_text(name) for name in classes)
     size = len(head.classes) * plan.hidden * head.dtype.itemsize
     if not are_names or not 0 < len(head.classes) <= MAX_CLASSES or activation not in ACTIVATIONS:
         raise ValueError("head")
     if len(head.data) != size or not 0 < size <= MAX_HEAD_BYTES:
         raise ValueError("head")
+    weights = to_float32(np.frombuffer(head.data, head.dtype.storage), head.dtype)
+    if not np.abs(weights).max() <= MAX_HEAD_WEIGHT:  # nor NaN
+        raise ValueError("weights of the head")
     return head
 
 
@@ -127,7 +141,8 @@ def read_manifest(body: bytes, digest: str, plan: DecoderPlan) -> AdapterSpec:
         if len(hashes) != len(chunk_ends(spec.layer_ends)) or any(len(one) != 32 for one in hashes):
             raise ValueError("chunks")
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
-        raise AdapterRejected(f"adapter {digest[:12]} is not for this base model or this version: {error}") from None
+        why = ascii(str(error))[1:-1][:_MOST_SHOWN]  # which may have text of another instance
+        raise AdapterRejected(f"adapter {digest[:12]} is not for this base model or this version: {why}") from None
     return replace(spec, chunks=hashes, head=head)
 
 
@@ -150,6 +165,11 @@ def _others(
     if len({change.side for change in changes}) != len(changes):
         raise ValueError("vocabulary")
     head = _read_head(others["head"], plan) if "head" in others else None
+    # As of folders: tokens before the invocation have KV that requests of the base model reuse.
+    if tokens and (changes or "vectors" in others):
+        raise ValueError("activated LoRA with vocabulary or vectors")
+    if plan.has_unit_head_rows and any(change.side == "head" for change in changes):
+        raise ValueError("a head that cannot be changed")
     return tuple(tokens), changes, "vectors" in others, head
 
 

@@ -24,6 +24,7 @@ from caraserve.core.lora_layout import (
     place_b,
     place_vectors,
 )
+from caraserve.core.score_head import MAX_HEAD_WEIGHT
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
 from caraserve.lora.adapted_modules import AdaptedModule, adapted_modules, find_tensors
 from caraserve.lora.adapter import files_changed
@@ -135,7 +136,11 @@ class ImageWriter:
         AdapterRejected and TensorFileError."""
         spec, tensor = self._layout.spec, self._layout.head
         if spec.head is not None and tensor is not None:
-            values, _ = _finite(self._file, tensor, spec.head.dtype)
+            values, largest = _finite(self._file, tensor, spec.head.dtype)
+            if largest > MAX_HEAD_WEIGHT:
+                raise AdapterRejected(
+                    f"tensor {tensor} has {largest:.0e}; with weights above {MAX_HEAD_WEIGHT:.0e} scores overflow"
+                )
             spec = replace(spec, head=replace(spec.head, data=values.tobytes()))
         return identified(spec, hashes)
 

@@ -130,7 +130,7 @@ def parse_config(fields: Fields, plan: DecoderPlan) -> PeftConfig:
         excluded_pattern=_pattern(fields.get("exclude_modules")),
         layers=_layers(fields.get("layers_to_transform")),
         saved=tuple(name for name in _saved(fields.get("modules_to_save")) if name not in HEADS),
-        invocation=_invocation(fields.get(_INVOCATION), kind),
+        invocation=_invocation(fields.get(_INVOCATION), kind, plan),
         tokens=fields.get(TRAINED_TOKENS),
         notes=tuple(notes),
         trained_on=_name(fields.get("base_model_name_or_path")),
@@ -180,13 +180,15 @@ def _check_layers_pattern(value: Any, plan: DecoderPlan) -> None:
         raise refusal("layers_pattern", f"is {shown(value)}; the base model's layers are at {known}")
 
 
-def _invocation(value: Any, kind: type[AdapterKind]) -> tuple[int, ...]:
+def _invocation(value: Any, kind: type[AdapterKind], plan: DecoderPlan) -> tuple[int, ...]:
     if value is None:
         return ()
     if not are_invocation_tokens(value):
         raise refusal(_INVOCATION, f"is {shown(value)}; a list of 1 to {MAX_INVOCATION_TOKENS} token ids is needed")
     if (kind.peft_type, kind.switch) != ("LORA", None):
         raise refusal(_INVOCATION, "is set; only plain LoRA can be activated")
+    if max(value) >= plan.vocab_size:
+        raise refusal(_INVOCATION, f"has {max(value)}; the base model has the tokens 0 to {plan.vocab_size - 1}")
     return tuple(value)
 
 

@@ -37,11 +37,6 @@ def shown(value: Any) -> str:
     return ascii(value)[:80]
 
 
-def is_unicode(text: str) -> bool:
-    """Returns whether a text of a JSON file can be sent: such a file can have half of a character."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
 def checked_rank(field: str, value: Any) -> int:
     """Checks a rank."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANK:

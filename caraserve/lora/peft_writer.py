@@ -39,8 +39,6 @@ def write_adapter(layout: TensorLayout, fields: Fields, folder: Path) -> None:
         raise AdapterRejected(f"{layout.head} is a score head; only LoRA of layers can be written")
     if layout.vocabulary:
         raise AdapterRejected(f"{layout.vocabulary[0].module} is changed; only LoRA of layers can be written")
-    if layout.head is not None:
-        raise AdapterRejected(f"{layout.head} is a score head; only LoRA of layers can be written")
     config = json.dumps(_config(layout, fields), indent=2, ensure_ascii=False)
     (folder / CONFIG_NAME).write_text(config + "\n", encoding="utf-8")
     writer, entries, end = ImageWriter(layout), {}, 0

@@ -13,9 +13,10 @@ from caraserve.core.score_head import (
 )
 from caraserve.errors import AdapterRejected
 from caraserve.lora.adapter_tensors import AdapterTensors
-from caraserve.lora.peft_fields import Fields, is_unicode, refusal, shown
+from caraserve.lora.peft_fields import Fields, refusal, shown
 from caraserve.lora.tensor_names import normalised
 from caraserve.model.plan import DecoderPlan
+from caraserve.util.text import is_text
 
 # Fields of the configuration, which peft does not write.
 HEAD_FIELDS = frozenset(("id2label", "label2id", "num_labels", "problem_type"))
@@ -47,7 +48,7 @@ def read_settings(fields: Fields) -> HeadSettings:
     if task in _OTHER_TASKS:
         raise refusal("task_type", f"is {shown(task)}; {_SERVED}")
     problem = fields.get("problem_type")
-    if problem is not None and not (isinstance(problem, str) and problem in _ACTIVATIONS):
+    if problem is not None and (not isinstance(problem, str) or problem not in _ACTIVATIONS):
         raise refusal("problem_type", f"is {shown(problem)}; it is one of {', '.join(_ACTIVATIONS)}")
     return HeadSettings(
         task if isinstance(task, str) else None,
@@ -64,8 +65,8 @@ def _class_names(id2label: object) -> tuple[str, ...] | None:
     if not names or set(names) != set(keys):
         raise refusal("id2label", f"is {shown(id2label)}; it must name the classes 0, 1 and so on")
     for name in names.values():
-        if not isinstance(name, str) or len(name) > MAX_CLASS_CHARACTERS or not is_unicode(name):
-            raise refusal("id2label", f"has {shown(name)}; a name has up to {MAX_CLASS_CHARACTERS} whole characters")
+        if not isinstance(name, str) or len(name) > MAX_CLASS_CHARACTERS or not is_text(name):
+            raise refusal("id2label", f"has {shown(name)}; a name has up to {MAX_CLASS_CHARACTERS} characters")
     return tuple(names[key] for key in keys)
 
 

@@ -83,6 +83,8 @@ def rope_of(
             "dimensions of a head; an even number of them can be rotated"
         )
     original = fields.get("original_max_position_embeddings") or max_position
+    if not 0 < int(original) < 1 << 31:
+        raise ModelLoadError(f"config.json: original_max_position_embeddings must be positive, not {original!r:.80}")
     fields = {"max_position_embeddings": max_position, **fields, "original_max_position_embeddings": int(original)}
     try:
         made = _STRETCHES[name](rotated, fields)

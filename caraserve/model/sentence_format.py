@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from caraserve.errors import ModelLoadError
+from caraserve.util.text import is_text
 
 Pooling = Literal["last", "mean", "first"]
 _MODES: dict[str, Pooling] = {
@@ -50,7 +51,7 @@ def read_sentence_format(folder: Path) -> SentenceFormat:
     pooling: Pooling = "last"
     if (entry := kinds.get("Pooling")) is not None:
         path = folder / str(entry.get("path", "")) / "config.json"
-        if not path.resolve().is_relative_to(folder.resolve()):
+        if "\0" in str(path) or not path.resolve().is_relative_to(folder.resolve()):
             raise ModelLoadError(f"{folder / _MODULES}: the path of Pooling leads outside of the folder")
         pooling = _pooling(path, has_prompts=any(prompts.values()))
     return SentenceFormat(pooling, "Normalize" in kinds, prompts, default)
@@ -80,10 +81,10 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str]:
     if not isinstance(config, dict) or not isinstance(prompts, dict | None):
         raise ModelLoadError(f"{path}: prompts must be texts by name")
     found = prompts or {}
-    if not all(isinstance(text, str) for text in found.values()):
+    if not all(isinstance(text, str) and is_text(text) for text in found.values()):
         raise ModelLoadError(f"{path}: prompts must be texts by name")
     name = config.get("default_prompt_name")
-    if name is not None and not (isinstance(name, str) and name in found):
+    if name is not None and (not isinstance(name, str) or name not in found):
         raise ModelLoadError(f"{path}: default_prompt_name is {str(name)[:80]!r}, and prompts has none of that name")
     return found, found.get(name, "")
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from caraserve.util.text import is_text
+
 
 class PickleRefused(Exception):
     """What a pickle wants that is not read; the message follows the file's name."""
@@ -146,6 +148,8 @@ class _Machine:
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) is not str:  # others may take forever to hash
                 raise PickleRefused("has a name that is not text; only tensors are read")
+            if not is_text(key):
+                raise PickleRefused(f"holds {ascii(key)[:200]}, a name that is not text")
             if key in target:
                 raise PickleRefused(f"holds {ascii(key)[:200]} twice")
             target[key] = value

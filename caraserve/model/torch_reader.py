@@ -105,7 +105,10 @@ class TorchFile:
         flat = np.empty(1 + sum(spans), storage)
         at = self._entries[tensor.storage][0] + (tensor.offset + offset) * storage.itemsize
         read_fully(self._descriptor, flat.view(np.uint8).data, at, self.name, f"tensor {name}")
-        strides = [stride * storage.itemsize for stride in tensor.strides]
+        # Where there is one element, the file may have any stride.
+        strides = [
+            stride * storage.itemsize if size > 1 else 0 for size, stride in zip(shape, tensor.strides, strict=True)
+        ]
         return np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, shape, strides))
 
     # --- the file ---

@@ -102,6 +102,8 @@ HOSTILE: dict[str, Any] = {
     "no hash": but(3, ["?", *GOOD[3][1:]]),
     "vectors that are none": [*GOOD, {"vectors": False}],
     "a field of tomorrow": [*GOOD, {"vectors": True, "more": 1}],
+    "a version that cannot be written": but(0, "\ud800"),
+    "a field without end": [*GOOD, {"x" * 100_000: 1}],
     "deep": json.loads("[" * 900 + "]" * 900),
 }
 
@@ -109,8 +111,9 @@ HOSTILE: dict[str, Any] = {
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
 def test_an_invalid_manifest_with_the_right_digest_is_refused(value: Any) -> None:
     body = json.dumps(value).encode()
-    with pytest.raises(AdapterRejected, match="not for this base model"):
+    with pytest.raises(AdapterRejected, match="not for this base model") as caught:
         read_manifest(body, hashlib.sha256(body).hexdigest(), MODEL)
+    assert len(caught.value.message.encode()) < 400  # and it can be written
 
 
 def test_a_manifest_of_another_base_model_is_refused() -> None:

@@ -54,7 +54,7 @@ REFUSED_FIELDS: list[tuple[str, Any]] = [
     ("trainable_token_indices", {"embed_tokens": [1]}),
     ("layer_replication", [[0, 2], [1, 2]]),
     ("megatron_config", {"tensor_model_parallel_size": 2}),
-    *(("alora_invocation_tokens", value) for value in ([], "text", 5, [1.5], [True], [-1], [1 << 31], [1] * 257)),
+    *(("alora_invocation_tokens", value) for value in ([], "text", 5, [1.5], [True], [-1], [1 << 31], [1] * 257, [96])),
     ("target_parameters", ["mlp.experts.gate_up_proj"]),
     *(("use_bdlora", value) for value in (True, {"nblocks": 2}, {"nblocks": 0, "match_strict": False}, {"rows": 2})),
     ("arrow_config", {"top_k": 2}),

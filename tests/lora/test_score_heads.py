@@ -80,10 +80,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "name gap": ({"id2label": {"0": "a", "2": "b", "3": "c"}}, {}, "id2label is"),
     "no names": ({"id2label": ["a", "b", "c"]}, {}, "id2label is"),
     "long name": ({"id2label": {"0": "a", "1": "b", "2": "c" * 257}}, {}, "id2label has"),
-    "half a character": ({"id2label": {"0": "a", "1": "b", "2": "\ud800"}}, {}, "id2label has '\\ud800'"),
+    "name of no text": ({"id2label": {"0": "a", "1": "b", "2": "\ud800"}}, {}, "id2label has '\\ud800'"),
     "problem": ({"problem_type": "guess"}, {}, "problem_type is 'guess'"),
-    "problem as a list": ({"problem_type": ["guess"]}, {}, "problem_type is ['guess']"),
+    "problem of another type": ({"problem_type": ["regression"]}, {}, "problem_type is ['regression']"),
     "not finite": ({}, {"score__weight": NAN}, "score.weight has values that are not finite"),
+    "overflow": ({}, {"score__weight": MATRIX * np.float32(1e37)}, "with weights above 1e+15 scores overflow"),
 }
 
 
@@ -110,11 +111,14 @@ def test_a_head_is_a_part_of_the_manifest_and_of_the_version(tmp_path: Path) -> 
     "head",
     [
         [],
-        [["a"], "softmax", "float32", ""],
-        [["a"], "softmax", "float32", "?"],
-        [["a"], "exp", "float32", base64.b64encode(bytes(4 * SPEC.hidden)).decode()],
-        [[7], "softmax", "float32", base64.b64encode(bytes(4 * SPEC.hidden)).decode()],
-        [["a", "b"], "softmax", "float32", base64.b64encode(bytes(4 * SPEC.hidden)).decode()],
+        [["a"], "softmax", Dtype.F32.value, ""],
+        [["a"], "softmax", Dtype.F32.value, "?"],
+        [["a"], "exp", Dtype.F32.value, base64.b64encode(bytes(4 * SPEC.hidden)).decode()],
+        [[7], "softmax", Dtype.F32.value, base64.b64encode(bytes(4 * SPEC.hidden)).decode()],
+        [["a", "b"], "softmax", Dtype.F32.value, base64.b64encode(bytes(4 * SPEC.hidden)).decode()],
+        [["a", "b", "c"], "softmax", Dtype.F32.value, base64.b64encode(NAN.tobytes()).decode()],
+        [["a", "b", "\ud800"], "softmax", Dtype.F32.value, base64.b64encode(MATRIX.tobytes()).decode()],
+        [["a", "b", "c"], "softmax", Dtype.F32.value, base64.b64encode((MATRIX * np.float32(1e37)).tobytes()).decode()],
         7,
     ],
 )

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,7 +121,7 @@ async def test_a_template_and_added_tokens_are_reported(
     [
         ("chat_template.jinja", "x" * 70_000, "the chat template has 70000 bytes; 65536 are allowed"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
-        ("tokenizer_config.json", '{"chat_template": "\\ud800"}', "chat_template has half of a character"),
+        ("tokenizer_config.json", '{"chat_template": "\\ud800"}', "the chat template has half a pair of surrogates"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
         ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is not valid JSON"),
     ],
@@ -136,11 +137,24 @@ async def test_a_template_that_cannot_be_used_is_refused_only_where_it_would_be(
         assert (await receiver.catalog.load("a", "a", inplace=False)).facts == NO_FACTS
 
 
-def test_templates_whose_names_are_no_texts_are_passed_over(tmp_path: Path) -> None:
-    templates = [{"name": ["default"], "template": "other"}, {"name": "default", "template": "mine"}]
+@pytest.mark.parametrize("name", [["default"], {"a": 1}, 7])
+async def test_templates_whose_names_are_none_are_left_out(tmp_path: Path, name: Any) -> None:
+    settings = {"chat_template": [{"name": name, "template": "a"}, 5, {"template": "b"}]}
+    (write_adapter(tmp_path / "a") / "tokenizer_config.json").write_text(json.dumps(settings))
+    async with receiving(tmp_path, base=ServedBase(takes_templates=True)) as receiver:
+        assert (await receiver.catalog.load("a", "a", inplace=False)).facts == NO_FACTS
+
+
+async def test_half_a_pair_of_surrogates_is_no_template_and_no_token_of_the_base(tmp_path: Path) -> None:
+    base = ServedBase(has_token=lambda token: len(token.encode()) > 0)
     folder = write_adapter(tmp_path / "a")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    assert ServedBase().own_template(folder) == "mine"
+    (folder / "added_tokens.json").write_text(json.dumps({"\ud800": 5, "<s>": 1}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "\ud800"}))
+    async with receiving(tmp_path, base=base) as receiver:
+        assert (await receiver.catalog.load("a", "a", inplace=False)).facts == NO_FACTS
+    async with receiving(tmp_path, base=ServedBase(takes_templates=True)) as receiver:
+        with pytest.raises(AdapterRejected, match="the chat template has half a pair of surrogates"):
+            await receiver.catalog.load("a", "a", inplace=False)
 
 
 async def test_a_template_that_is_a_link_out_of_the_root_is_refused(tmp_path: Path) -> None:

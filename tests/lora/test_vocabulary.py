@@ -139,6 +139,7 @@ def test_an_image_can_be_read_while_its_tensors_arrive(tmp_path: Path, kind: str
         (BOTH | {"alora_invocation_tokens": [1]}, {}, "activated LoRA of the embedding or the head"),
         (BOTH, {f"{HEAD}.lora_magnitude_vector": random(VOCAB)}, "is not LoRA A or B of one of"),
         (BOTH, {f"{HEAD}.lora_embedding_A": random(RANK, VOCAB)}, "is not LoRA A or B of one of"),
+        (BOTH, {f"{HEAD}.lora_A.other.weight": random(RANK, HIDDEN)}, "are the same module's"),
         (BOTH, {f"{HEAD}.weight": random(VOCAB, HIDDEN)}, "is not LoRA A or B of one of"),  # without a base model
     ],
 )  # fmt: skip
@@ -216,6 +217,14 @@ def test_a_manifest_with_other_changes_is_refused(change: list[Any]) -> None:
     body = json.dumps(written).encode()
     with pytest.raises(AdapterRejected):
         read_manifest(body, hashlib.sha256(body).hexdigest(), SPEC)
+
+
+def test_a_manifest_of_an_activated_lora_with_changes_is_refused() -> None:
+    """Requests of the base model would reuse KV of tokens whose embeddings are changed."""
+    for others in ({"vocabulary": [["embedding", 0, 1.0, [1]]]}, {"vectors": True}):
+        body = json.dumps([*json.loads(manifest_of(described()))[:4], others | {"invocation": [1]}]).encode()
+        with pytest.raises(AdapterRejected, match="activated LoRA with vocabulary or vectors"):
+            read_manifest(body, hashlib.sha256(body).hexdigest(), SPEC)
 
 
 def test_two_changes_of_one_side_are_refused() -> None:

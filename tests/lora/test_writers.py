@@ -139,10 +139,11 @@ def test_safetensors_are_read_where_both_are(tmp_path: Path) -> None:
 
 def test_gguf_files_of_other_families_have_the_rows_as_they_are(tmp_path: Path) -> None:
     tensors = tensors_for(TARGETS)
-    other = gguf(tmp_path / "other", tensors, **{"general.architecture": "qwen2"})
-    assert digest(other, QWEN) == digest(peft(tmp_path / "peft", tensors), QWEN)
+    for at, architecture in enumerate(("qwen2", ["llama"], 7)):  # a hostile file has one that is no name
+        other = gguf(tmp_path / f"other{at}", tensors, **{"general.architecture": architecture})
+        assert digest(other, QWEN) == digest(peft(tmp_path / f"peft{at}", tensors), QWEN)
     llama = gguf(tmp_path / "llama", tensors)
-    assert digest(llama) != digest(tmp_path / "peft")
+    assert digest(llama) != digest(tmp_path / "peft0")
 
 
 def test_a_gguf_file_whose_architecture_is_no_text_has_the_rows_as_they_are(tmp_path: Path) -> None:
@@ -241,6 +242,18 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "Mistral, other tensor": (
         lambda at: odd_tensor(mistral(at, ALL), "lora.safetensors", "layers.0.attention.wx.lora_A.weight"),
         "is not LoRA A or B of a module of the base model",
+    ),
+    "Mistral, another part": (
+        lambda at: odd_tensor(mistral(at, ALL), "lora.safetensors", "layers.0.feed_forward.wq.lora_A.weight"),
+        "'layers.0.feed_forward.wq.lora_A.weight' is not LoRA A or B of a module",
+    ),
+    "Tinker and PEFT": (
+        lambda at: odd_tensor(
+            write_adapter(at, {"target_modules": list(TARGETS)}, ALL),
+            "adapter_model.safetensors",
+            f"{PREFIX}model.layers.0.attn.q_proj.lora_A.weight",
+        ),
+        "two tensors are 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'",
     ),
     "Mistral, layers": (
         lambda at: odd_tensor(mistral(at, ALL), "lora.safetensors", "layers.7.attention.wq.lora_A.weight"),

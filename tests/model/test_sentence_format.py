@@ -76,8 +76,10 @@ def test_prompts_are_read_by_name(tmp_path: Path) -> None:
         (modes(lasttoken=True), None, {"Transformer": "", "Pooling": "../other"}, "leads outside"),
         (modes(lasttoken=True), {"prompts": ["a"]}, None, "prompts must be texts by name"),
         (modes(lasttoken=True), {"prompts": {"a": 1}}, None, "prompts must be texts by name"),
+        (modes(lasttoken=True), {"prompts": {"a": "\ud800"}}, None, "prompts must be texts by name"),
         (modes(lasttoken=True), {"default_prompt_name": "a"}, None, "default_prompt_name is 'a'"),
         (modes(lasttoken=True), {"default_prompt_name": ["a"]}, None, "default_prompt_name is \"['a']\""),
+        (modes(lasttoken=True), None, {"Transformer": "", "Pooling": "a\0b"}, "leads outside"),
         (modes(mean_tokens=True) | {"include_prompt": False}, {"prompts": {"a": "b"}}, None, "include_prompt is false"),
     ],
 )  # fmt: skip

@@ -102,6 +102,13 @@ def test_a_pickle_made_by_hand_is_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(file.raw("t"), BIG.numpy())
 
 
+def test_one_row_may_have_any_stride(tmp_path: Path) -> None:
+    data = pickled(shape=(1, 24), strides=(1 << 100, 1))
+    (tmp_path / "x.bin").write_bytes(archive(data, storage=BIG.numpy().tobytes()))
+    with TorchFile(tmp_path / "x.bin") as file:
+        np.testing.assert_array_equal(file.raw("t"), BIG.numpy().reshape(1, 24))
+
+
 def swapped(data: bytes, old: bytes, new: bytes) -> bytes:
     assert old in data
     return data.replace(old, new)
@@ -157,6 +164,10 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "a storage of negative size": (lambda: archive(pickled(numel=-1)), "the storage of tensor 't' has 96 bytes"),
     "no storage": (lambda: swapped(archive(pickled()), b"data/0", b"data/1"), "the storage of tensor 't' has -1 bytes"),
     "a long name": (lambda: archive(pickled(name="n" * 600)), "a name of 600 characters"),
+    "a name that cannot be written": (
+        lambda: swapped(archive(pickled(name="abc")), b"abc", b"\xed\xa0\x80"),
+        "a name that is not text",
+    ),
     "two pickles": (lambda: archive(pickled(), pickles=2), "it has 2 pickles"),
     "no pickle": (lambda: archive(pickled(), pickles=0), "it has 0 pickles"),
     "compressed entries": (lambda: archive(pickled(), compression=zipfile.ZIP_DEFLATED), "is compressed or encrypted"),

@@ -11,7 +11,8 @@ from caraserve.model.linear_plan import interleaved_rows
 from caraserve.model.plan import Attention, DecoderPlan, Mlp
 
 _TENSOR = re.compile(
-    r"layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:attention|feed_forward)\.(?P<module>w[qkvo123])\.(?P<tensor>lora_[AB])\.weight"
+    r"layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:attention\.(?=w[qkvo])|feed_forward\.(?=w[123]))(?P<module>w[qkvo123])\."
+    r"(?P<tensor>lora_[AB])\.weight"
 )
 _MODULES: dict[str, tuple[type[Attention | Mlp], str]] = {
     "wq": (Attention, "q"),

@@ -1,6 +1,9 @@
 """Adapters of Tinker: files like PEFT's, in which some modules have other names. All other PEFT files are left as they
 are."""
 
+from collections import Counter
+
+from caraserve.errors import AdapterRejected
 from caraserve.lora.adapter_tensors import AdapterTensors, Piece, TensorSource, View, as_stored
 from caraserve.lora.peft_fields import Fields
 from caraserve.lora.writers.stored_adapter import StoredAdapter
@@ -10,10 +13,12 @@ _HEAD, _ATTENTION = "model.unembed_tokens.", ".attn."
 
 
 def translated(fields: Fields, file: TensorSource, plan: DecoderPlan) -> StoredAdapter:
-    """Returns the adapter under PEFT's names. Raises TensorFileError."""
+    """Returns the adapter under PEFT's names. Raises AdapterRejected, and TensorFileError."""
     names = {name: _renamed(name, plan) for name in file.names}
     if all(name == own for name, own in names.items()):
         return StoredAdapter(fields, as_stored(file))
+    if twice := [own for own, count in Counter(names.values()).items() if count > 1]:
+        raise AdapterRejected(f"{file.name}: two tensors are {twice[0]!a:.200} under the names of PEFT and of Tinker")
     views = {own: None if own == name else View(file.shape(name), (Piece(name),)) for name, own in names.items()}
     return StoredAdapter(fields, AdapterTensors(file, views))
 

@@ -5,11 +5,14 @@ outside the package calls `register`.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from caraserve.errors import ModelLoadError
 from caraserve.model.families import (
@@ -152,7 +155,7 @@ def read_config(folder: Path) -> Config:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelLoadError(f"{error.filename or path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise ModelLoadError(f"{path} must hold a JSON object")
@@ -162,17 +165,49 @@ def read_config(folder: Path) -> Config:
 def plan_of(config: Config) -> DecoderPlan:
     """Turns a Hugging Face configuration into a plan. Raises ModelLoadError for what this server cannot compute."""
     names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelLoadError(f"config.json: architectures must be a list of names, not {names!r:.80}")
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
         raise ModelLoadError("config.json: tokens attend to later ones too; only causal models are supported")
     for family in _families:
         is_headless = names == [_HEADLESS.get(family.model_type)]
         is_of_type = not names and config.get("model_type") == family.model_type
         if family.architecture in names or is_headless or is_of_type:
-            return family.plan(config).with_formats(parse_quantization(config))
+            return _planned(family, config)
     raise ModelLoadError(
         f"config.json: architecture {names or config.get('model_type')!r} is not supported{_why_unserved(names)}; "
         f"supported are {', '.join(family.architecture for family in _families)}"
     )
+
+
+def _planned(family: Family, config: Config) -> DecoderPlan:
+    """Returns the plan of a model of a family. Raises ModelLoadError, also for fields of types or values that no
+    reading of a field expects."""
+    try:
+        with np.errstate(all="ignore"):  # what is not finite is refused below
+            plan = family.plan(config).with_formats(parse_quantization(config))
+        numbers = list(_numbers(plan))
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ModelLoadError(
+            f"config.json: its fields are not those of {family.architecture}: {type(error).__name__}: {error!s:.200}"
+        ) from None
+    for name, value in numbers:
+        if isinstance(value, complex) or not math.isfinite(value):
+            raise ModelLoadError(f"config.json: {name} would be {value}; a finite number is needed")
+    return plan
+
+
+def _numbers(plan: DecoderPlan) -> Iterator[tuple[str, float | complex]]:
+    """Yields the numbers by which a model multiplies or divides."""
+    yield from (("the embedding's scale", plan.embed_scale), ("the logits' scale", plan.logit_scale))
+    caps = {plan.logit_cap, *(one.cap for one in plan.attentions)} - {None}
+    yield from (("one divided by a soft cap", math.inf if cap == 0 else cap or 0.0) for cap in caps)
+    yield from (("the scale of attention", one.scale) for one in plan.attentions)
+    yield from (("the multiplier of blocks", block.multiplier) for layer in plan.layers for block in layer.blocks)
+    yield from (("the scale of experts", moe.scale) for moe in plan.moes)
+    for rope in plan.ropes:
+        yield from (("a rotation's frequency", one) for one in (*rope.frequencies, *rope.long_frequencies))
+        yield from (("a rotation's factor", one) for one in (rope.factor, *(rope.q_growth or ())))
 
 
 def _why_unserved(names: Sequence[str]) -> str:

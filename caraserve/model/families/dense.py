@@ -15,7 +15,10 @@ from caraserve.model.plan import Activation, Attention, Block, Body, DecoderPlan
 
 Config = Mapping[str, Any]
 
-LOCAL = "sliding_attention"
+LOCAL, _EVERYWHERE = "sliding_attention", "full_attention"
+# Of fields, beyond any model: what follows from larger ones would take all memory before a tensor is missed.
+_MOST, _MOST_LAYERS, _MOST_OUTPUTS = 1 << 31, 4096, 1 << 23
+_LARGEST = 1e30  # number, whose products are finite in float32
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -49,27 +52,39 @@ def sizes_of(config: Config, *, eps: float = 1e-6, eps_key: str = "rms_norm_eps"
     head_dim = positive(config, "head_dim", default=hidden // heads)
     if heads % kv_heads:
         raise ModelLoadError(f"config.json: {heads} heads cannot share {kv_heads} key-value heads evenly")
+    layers = positive(config, "num_hidden_layers", most=_MOST_LAYERS)
+    if layers * heads * head_dim > _MOST_OUTPUTS:
+        raise ModelLoadError(
+            f"config.json: {layers} layers with {heads} heads of {head_dim} are more than {_MOST_OUTPUTS} outputs of q"
+        )
+    if (norm_eps := number(config, eps_key, eps)) < 0:
+        raise ModelLoadError(f"config.json: {eps_key} must not be negative, as {norm_eps} is")
     if head_dim % 16:
         raise ModelLoadError(f"config.json: head_dim {head_dim} is not a multiple of 16, which the kernels need")
     return Sizes(
         hidden=hidden,
-        layers=positive(config, "num_hidden_layers"),
+        layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=positive(config, "intermediate_size"),
         vocab_size=positive(config, "vocab_size"),
         max_position=positive(config, "max_position_embeddings", default=max_position),
-        eps=number(config, eps_key, eps),
+        eps=norm_eps,
     )
 
 
-def positive(config: Config, key: str, default: int | None = None) -> int:
+def shown(value: Any) -> str:
+    """Returns a field's value for a message: at most 80 characters."""
+    return repr(value)[:80]
+
+
+def positive(config: Config, key: str, default: int | None = None, *, most: int = _MOST) -> int:
     """Returns a field that must be a positive integer. Raises ModelLoadError."""
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ModelLoadError(f"config.json: {key} must be a positive integer, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise ModelLoadError(f"config.json: {key} must be a positive integer up to {most}, not {shown(value)}")
     return value
 
 
@@ -77,8 +92,8 @@ def number(config: Config, key: str, default: float) -> float:
     """Returns a field that must be a number. Raises ModelLoadError."""
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ModelLoadError(f"config.json: {key} must be a number, not {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= _LARGEST:  # nor NaN
+        raise ModelLoadError(f"config.json: {key} must be a number, not {shown(value)}")
     return float(value)
 
 
@@ -87,7 +102,7 @@ def flag(config: Config, key: str, default: bool = False) -> bool:
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
-        raise ModelLoadError(f"config.json: {key} must be true or false, not {value!r}")
+        raise ModelLoadError(f"config.json: {key} must be true or false, not {shown(value)}")
     return value
 
 
@@ -96,14 +111,14 @@ def refuse(config: Config, key: str, *accepted: Any) -> None:
     value = config.get(key)
     if value is not None and value not in accepted:
         right = " or ".join(map(repr, accepted))
-        raise ModelLoadError(f"config.json: {key} {value!r} is not supported; {right} is")
+        raise ModelLoadError(f"config.json: {key} {shown(value)} is not supported; {right} is")
 
 
 def activation_of(config: Config, key: str = "hidden_act", default: str = "silu") -> Activation:
     """Returns the function of MLPs that a field names. Raises ModelLoadError."""
     name = config.get(key) or default
-    if name not in _ACTIVATIONS:
-        raise ModelLoadError(f"config.json: {key} {name!r} is not supported; {', '.join(_ACTIVATIONS)} are")
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise ModelLoadError(f"config.json: {key} {shown(name)} is not supported; {', '.join(_ACTIVATIONS)} are")
     return _ACTIVATIONS[name]
 
 
@@ -128,6 +143,10 @@ def windows_of(
     """Returns each layer's window: `window` where `layer_types` says so, or, if the configuration has none, in layers
     for which `is_local` is true."""
     kinds = layer_kinds(config, layers)
+    if unknown := [kind for kind in kinds or () if kind not in (LOCAL, _EVERYWHERE)]:
+        raise ModelLoadError(
+            f"config.json: layer_types has {shown(unknown[0])}; {LOCAL} and {_EVERYWHERE} are supported"
+        )
     local = [is_local(layer) if kinds is None else kinds[layer] == LOCAL for layer in range(layers)]
     return tuple(window if each else None for each in local)
 

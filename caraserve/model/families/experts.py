@@ -8,6 +8,8 @@ from caraserve.model.families.dense import Config, DenseLayers, Sizes, positive
 from caraserve.model.linear_plan import LinearPlan
 from caraserve.model.plan import Body, ExpertTensor, Moe
 
+_MOST = 1 << 12  # experts of a layer, beyond any model
+
 
 @dataclass(frozen=True)
 class ExpertLayers(DenseLayers):
@@ -25,7 +27,7 @@ def expert_counts(
     """Returns the number of experts, under the first of `keys` that the configuration has, and how many a token takes.
     `experts`, `top_k`: if it has none. Raises ModelLoadError."""
     key = next((one for one in keys if config.get(one) is not None), keys[0])
-    found, taken = positive(config, key, experts), positive(config, "num_experts_per_tok", top_k)
+    found, taken = positive(config, key, experts, most=_MOST), positive(config, "num_experts_per_tok", top_k)
     if taken > found:
         raise ModelLoadError(f"config.json: num_experts_per_tok {taken} is more than {key} {found}")
     return found, taken

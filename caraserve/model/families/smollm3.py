@@ -23,8 +23,8 @@ def plan(config: Config) -> DecoderPlan:
     if rotates is None:
         interval = positive(config, "no_rope_layer_interval", 4)
         rotates = [(layer + 1) % interval != 0 for layer in range(sizes.layers)]
-    if len(rotates) < sizes.layers:
-        raise ModelLoadError(f"config.json: no_rope_layers must have {sizes.layers} entries, one for each layer")
+    if not isinstance(rotates, list) or len(rotates) < sizes.layers or any(one not in (0, 1) for one in rotates):
+        raise ModelLoadError(f"config.json: no_rope_layers must have {sizes.layers} entries, 0 or 1 for each layer")
     rope = rope_of(config, sizes.head_dim, sizes.max_position, theta=2e6)
     window = window_of(config) if flag(config, "use_sliding_window") else None
     has_bias = flag(config, "attention_bias")
