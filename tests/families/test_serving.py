@@ -104,7 +104,7 @@ async def test_choices_of_one_prompt_and_those_after_cancelled_requests_have_sta
     save_tokenizer(made.folder, with_bos=False)
     adapters = {adapter: folder for adapter, (folder, _) in made.adapters.items()}
     oracle = Oracle(made.folder, adapters, getattr(transformers, case.model))
-    prompt, *others = prompts(rng, 7)
+    prompt, *others = prompts(rng, 7, made.folder)
     settings = engine_config(seqs=4, step_tokens=16, kv_bytes=1 << 20, threads=2)
     async with running(model_config(made.folder, max_model_len=CONTEXT), lora_config(adapters), settings) as engine:
         left = [submit(engine, each, "all", max_tokens=30) for each in others]
