@@ -17,8 +17,9 @@ from caraserve.lora.peft_writer import write_adapter
 from caraserve.lora.writers import mlx, open_file
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.families import load_plan
+from caraserve.model.opened_file import TensorFileError
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.safetensors_reader import TensorFileError, weight_files
+from caraserve.model.safetensors_reader import weight_files
 from caraserve.util.units import human_bytes
 
 _WIDTH = 10  # of the first column

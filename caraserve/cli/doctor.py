@@ -29,8 +29,9 @@ from caraserve.lora.registry import Registry
 from caraserve.lora.served_base import ServedBase
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.families import load_plan
+from caraserve.model.opened_file import TensorFileError
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.safetensors_reader import TensorFileError, weight_files
+from caraserve.model.safetensors_reader import weight_files
 from caraserve.profiling.apply import check_profile
 from caraserve.serve import base_names, with_demo
 from caraserve.serve_cluster import check_cluster

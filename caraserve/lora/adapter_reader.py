@@ -18,8 +18,9 @@ from caraserve.lora.folder_contents import stamp
 from caraserve.lora.peft import TensorLayout, inspect_adapter, read_adapter, specify
 from caraserve.lora.writers import peft_adapter
 from caraserve.model.base_tensors import BaseTensors
+from caraserve.model.opened_file import TensorFileError
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.safetensors_reader import TensorFile, TensorFileError
+from caraserve.model.safetensors_reader import TensorFile
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from caraserve.errors import AdapterRejected
 from caraserve.lora.folder_contents import ADDED_TOKENS_NAME, TEMPLATE_NAME, TOKENIZER_CONFIG_NAME, TOKENIZER_NAME
-from caraserve.model.safetensors_reader import TensorFileError, open_regular
+from caraserve.model.opened_file import TensorFileError, open_regular
 from caraserve.util.text import is_text
 
 MAX_TEXT_BYTES = 4 << 20  # of a file; a tokenizer_config.json with 1,000 added tokens has 200 KiB

@@ -44,8 +44,8 @@ from caraserve.lora.writers.stored_adapter import StoredAdapter
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.dtype import Dtype, to_float32
 from caraserve.model.linear_plan import LinearPlan
+from caraserve.model.opened_file import TensorFileError
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.safetensors_reader import TensorFileError
 
 # Of A's and B's product with the scale, for inputs of 1: what is larger overflows where it is squared, in norms and
 # attention. The adapters of the demo reach 500.

@@ -22,8 +22,8 @@ from caraserve.lora.peft_fields import CONFIG_NAME as CONFIG_NAME
 from caraserve.lora.peft_fields import Fields, name_ends, refusal, shown
 from caraserve.lora.score_heads import HEAD_FIELDS, HEADS, HeadSettings, read_settings
 from caraserve.lora.target_patterns import matched
+from caraserve.model.opened_file import TensorFileError, open_regular
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.safetensors_reader import TensorFileError, open_regular
 from caraserve.model.vocabulary import vocabulary_targets
 
 _MAX_CONFIG_BYTES = 1 << 20

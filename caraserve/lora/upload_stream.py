@@ -20,7 +20,8 @@ from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.manifest import ChunkHasher
 from caraserve.lora.peft import TENSORS_NAME, ImageWriter, TensorLayout
-from caraserve.model.safetensors_reader import TensorFile, TensorFileError
+from caraserve.model.opened_file import TensorFileError
+from caraserve.model.safetensors_reader import TensorFile
 
 
 class ArrivingImage:

@@ -45,7 +45,8 @@ from caraserve.lora.turns import Turns
 from caraserve.lora.upload_body import MOST_CONFIG_BYTES, MOST_OTHER_BYTES, UploadBody, config_of
 from caraserve.lora.upload_folders import UploadFolders, is_uploaded, not_written, write_through
 from caraserve.lora.upload_stream import UploadStream
-from caraserve.model.safetensors_reader import TensorFile, TensorFileError
+from caraserve.model.opened_file import TensorFileError
+from caraserve.model.safetensors_reader import TensorFile
 from caraserve.util.tasks import Tasks
 from caraserve.util.units import human_bytes
 

@@ -3,7 +3,8 @@
 import hashlib
 from pathlib import Path
 
-from caraserve.model.safetensors_reader import TensorFileError, weight_files
+from caraserve.model.opened_file import TensorFileError
+from caraserve.model.safetensors_reader import weight_files
 
 _SAMPLES, _SAMPLE_BYTES = 32, 4096  # of each file: fine-tunes of one model differ throughout
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, Dtype, to_float32
-from caraserve.model.safetensors_reader import TensorFile, TensorFileError, weight_file, weight_files
+from caraserve.model.opened_file import TensorFileError
+from caraserve.model.safetensors_reader import TensorFile, weight_file, weight_files
 
 Raw = NDArray[np.generic]  # float32, or the bits of a 16-bit type as uint16
 

@@ -5,20 +5,17 @@ a file only claims.
 """
 
 import math
-import os
 import struct
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.model.dtype import Dtype
-from caraserve.model.safetensors_reader import TensorFileError, open_regular, read_fully
+from caraserve.model.opened_file import OpenedFile, TensorFileError
 from caraserve.util.units import align_up
 
 # Architectures whose q and k have the outputs of each head in the order in which neighbours are rotated together: those
@@ -83,16 +80,13 @@ class GgufTensor:
     num_bytes: int
 
 
-class GgufFile:
+class GgufFile(OpenedFile):
     """One GGUF file, open for reading. `metadata`: its values by key; arrays are lists."""
 
     def __init__(self, path: Path, most_header_bytes: int = _MOST_HEADER_BYTES) -> None:
         """Opens the file. Raises TensorFileError for anything but a well-formed regular file, or for a header of more
         bytes."""
-        self.name = path.name
-        self._descriptor = open_regular(path)
-        self._closer = weakref.finalize(self, os.close, self._descriptor)  # also without a call of `close`
-        self._status = os.fstat(self._descriptor)
+        super().__init__(path)
         header = _Header(self._read, self._status.st_size, most_header_bytes, self.name)
         self.metadata: dict[str, Any] = header.metadata
         self._tensors = header.tensors
@@ -135,35 +129,12 @@ class GgufFile:
 
     def read_into(self, name: str, target: memoryview, start: int) -> None:
         """Reads as many bytes as `target` has, from byte `start` of a tensor on. Raises TensorFileError."""
-        read_fully(self._descriptor, target, self.tensor(name).start + start, self.name, f"tensor {name}")
+        self._read_into(target, self.tensor(name).start + start, f"tensor {name}")
 
     def end(self, name: str) -> int:
         """Returns where a tensor ends in the file. Raises TensorFileError when there is no such tensor."""
         tensor = self.tensor(name)
         return tensor.start + tensor.num_bytes
-
-    def check_unchanged(self) -> None:
-        """Raises TensorFileError when the file was written after it was opened."""
-        now = os.fstat(self._descriptor)
-        if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
-            raise TensorFileError(f"{self.name} was changed while it was being read; try again")
-
-    def close(self) -> None:
-        """Closes the file. Idempotent; arrays read from it stay valid."""
-        self._closer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _read(self, offset: int, num_bytes: int) -> bytes:
-        data = bytearray(num_bytes)
-        read_fully(self._descriptor, memoryview(data), offset, self.name, "its header")
-        return bytes(data)
 
 
 class _Header:

@@ -9,19 +9,17 @@ import json
 import math
 import os
 import re
-import stat
 import struct
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
 from caraserve.model.dtype import Code, Dtype
+from caraserve.model.opened_file import OpenedFile, TensorFileError
 from caraserve.util.memory import memory_file
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -36,20 +34,13 @@ _BLANKS = r"[ \t\n\r]*"
 _OPENING, _COLON, _NEXT = (re.compile(f"{_BLANKS}{mark}{_BLANKS}") for mark in (r"\{", ":", "([,}])"))
 
 
-class TensorFileError(Exception):
-    """A tensor file that cannot be read; the message names the file and what is wrong with it."""
-
-
-class TensorFile:
+class TensorFile(OpenedFile):
     """One safetensors file, open for reading."""
 
     def __init__(self, path: Path, name: str = "", most_header_bytes: int = _MAX_HEADER_BYTES) -> None:
         """Opens the file, which error messages call `name`, else by its own name. Raises TensorFileError for anything
         but a well-formed regular file, and for one with a longer header."""
-        self.name = name or path.name
-        self._descriptor = open_regular(path)
-        self._closer = weakref.finalize(self, os.close, self._descriptor)  # also without a call of `close`
-        self._status = os.fstat(self._descriptor)
+        super().__init__(path, name)
         self._header, self._start = self._checked_header(most_header_bytes)
         self._metadata: dict[str, Any] = self._header.pop("__metadata__", {})
 
@@ -118,24 +109,6 @@ class TensorFile:
         """Returns where a tensor ends in the file. Raises TensorFileError when there is no such tensor."""
         return self._start + int(self._entry(name)["data_offsets"][1])
 
-    def check_unchanged(self) -> None:
-        """Raises TensorFileError when the file was written after it was opened: what was read may be a mixture."""
-        now = os.fstat(self._descriptor)
-        if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
-            raise TensorFileError(f"{self.name} was changed while it was being read; try again")
-
-    def close(self) -> None:
-        """Closes the file. Idempotent; arrays read from it stay valid."""
-        self._closer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _entry(self, name: str) -> dict[str, Any]:
         try:
             entry: dict[str, Any] = self._header[name]
@@ -150,30 +123,25 @@ class TensorFile:
 
     def _checked_header(self, most_bytes: int) -> tuple[dict[str, Any], int]:
         """Returns the header by tensor name, and the offset of the data."""
-        prefix = bytearray(8)
-        if self._status.st_size < len(prefix):
+        prefix = self._read(0, 8)
+        if len(prefix) < 8:
             raise self._invalid(f"it has only {self._status.st_size} bytes")
-        self._read_into(memoryview(prefix), 0, "its header")
         (num_bytes,) = struct.unpack("<Q", prefix)
-        if bytes(prefix) == _LFS_START:
+        if prefix == _LFS_START:
             raise self._invalid("it is a pointer of Git LFS; `git lfs pull` fetches the file that it stands for")
         if num_bytes > self._status.st_size - len(prefix):
             raise self._invalid(f"its header claims {num_bytes} bytes")
         if num_bytes > most_bytes:
             raise TensorFileError(f"{self.name}: its header has {num_bytes} bytes; at most {most_bytes} are read")
-        text = bytearray(num_bytes)
-        self._read_into(memoryview(text), len(prefix), "its header")
+        text = self._read(len(prefix), num_bytes)
         try:
             header = _decoded(text.decode())
-            _check(bytes(prefix + text), self._status.st_size)
+            _check(prefix + text, self._status.st_size)
         except OSError as error:
             raise TensorFileError(f"{self.name} cannot be checked: {error.strerror}") from None
         except (safetensors.SafetensorError, ValueError, RecursionError) as error:
             raise self._invalid(str(error)) from None
         return header, len(prefix) + num_bytes
-
-    def _read_into(self, target: memoryview, offset: int, what: str) -> None:
-        read_fully(self._descriptor, target, offset, self.name, what)
 
     def _invalid(self, why: str) -> TensorFileError:
         return TensorFileError(f"{self.name} is not a valid safetensors file: {why}")
@@ -257,32 +225,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
-
-
-def open_regular(path: Path) -> int:
-    """Opens a regular file for reading, without ever waiting. Raises TensorFileError, also for pipes and folders."""
-    try:
-        # Without O_NONBLOCK, opening a FIFO waits for a writer. It has no effect on regular files.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise TensorFileError(f"{path.name} cannot be opened: {error.strerror}") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise TensorFileError(f"{path.name} is not a regular file")
-    return descriptor
-
-
-def read_fully(descriptor: int, target: memoryview, offset: int, name: str, what: str) -> None:
-    """Reads as many bytes as `target` has. Raises TensorFileError, which says that `what` of file `name` was read."""
-    done = 0
-    while done < len(target):
-        try:
-            count = os.preadv(descriptor, [target[done:]], offset + done)
-        except OSError as error:
-            raise TensorFileError(f"{name}: {what} cannot be read: {error.strerror}") from None
-        if count == 0:
-            raise TensorFileError(f"{name} was cut short while {what} was being read")
-        done += count
 
 
 def weight_file(path: Path) -> TensorFile:

@@ -8,18 +8,15 @@ import io
 import math
 import os
 import struct
-import weakref
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.model.dtype import Dtype
-from caraserve.model.safetensors_reader import TensorFileError, open_regular, read_fully
+from caraserve.model.opened_file import OpenedFile, TensorFileError
 from caraserve.model.torch_pickle import PickledTensor, PickleRefused, read_pickle
 
 _OLD = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46"  # the first bytes of the format from before 1.6
@@ -31,15 +28,12 @@ _DAMAGED = (zipfile.BadZipFile, struct.error, ValueError, RuntimeError, LookupEr
 _MOST_GAPS = 4  # times the bytes of a tensor that are read for it, where it lies scattered in its storage
 
 
-class TorchFile:
+class TorchFile(OpenedFile):
     """One file of `torch.save`, open for reading: a dictionary of tensors."""
 
     def __init__(self, path: Path) -> None:
         """Opens the file. Raises TensorFileError for anything but a well-formed regular file with tensors alone."""
-        self.name = path.name
-        self._descriptor = open_regular(path)
-        self._closer = weakref.finalize(self, os.close, self._descriptor)  # also without a call of `close`
-        self._status = os.fstat(self._descriptor)
+        super().__init__(path)
         try:
             self._entries = self._checked_entries()
             self._tensors = self._read_tensors()
@@ -76,24 +70,6 @@ class TorchFile:
         start, num_bytes = self._entries[self._tensor(name).storage]
         return start + num_bytes
 
-    def check_unchanged(self) -> None:
-        """Raises TensorFileError when the file was written after it was opened."""
-        now = os.fstat(self._descriptor)
-        if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
-            raise TensorFileError(f"{self.name} was changed while it was being read; try again")
-
-    def close(self) -> None:
-        """Closes the file. Idempotent; arrays read from it stay valid."""
-        self._closer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _tensor(self, name: str) -> PickledTensor:
         if name not in self._tensors:
             raise TensorFileError(f"{self.name} has no tensor {name}")
@@ -104,7 +80,7 @@ class TorchFile:
         spans = [(size - 1) * stride for size, stride in zip(shape, tensor.strides, strict=True)]
         flat = np.empty(1 + sum(spans), storage)
         at = self._entries[tensor.storage][0] + (tensor.offset + offset) * storage.itemsize
-        read_fully(self._descriptor, flat.view(np.uint8).data, at, self.name, f"tensor {name}")
+        self._read_into(flat.view(np.uint8).data, at, f"tensor {name}")
         # Where there is one element, the file may have any stride.
         strides = [
             stride * storage.itemsize if size > 1 else 0 for size, stride in zip(shape, tensor.strides, strict=True)
@@ -183,11 +159,6 @@ class TorchFile:
             raise ValueError(f"tensor {shown} lies outside of its storage")
         if reach >= _MOST_GAPS * math.prod(shape):
             raise ValueError(f"tensor {shown} lies scattered in its storage")
-
-    def _read(self, offset: int, num_bytes: int) -> bytes:
-        data = bytearray(min(num_bytes, max(0, self._status.st_size - offset)))
-        read_fully(self._descriptor, memoryview(data), offset, self.name, "its header")
-        return bytes(data)
 
 
 class _Directory(io.RawIOBase):

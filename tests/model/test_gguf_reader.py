@@ -10,7 +10,7 @@ import pytest
 
 from caraserve.model.dtype import Dtype
 from caraserve.model.gguf_reader import GgufFile
-from caraserve.model.safetensors_reader import TensorFileError
+from caraserve.model.opened_file import TensorFileError
 from tests.model.gguf_files import header, text, write_gguf
 
 METADATA: dict[str, Any] = {

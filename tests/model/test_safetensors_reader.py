@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.errors import ConfigError
 from caraserve.model.dtype import Dtype
-from caraserve.model.safetensors_reader import TensorFile, TensorFileError, weight_files
+from caraserve.model.opened_file import TensorFileError
+from caraserve.model.safetensors_reader import TensorFile, weight_files
 
 PAIR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from caraserve.model.dtype import Dtype
-from caraserve.model.safetensors_reader import TensorFileError
+from caraserve.model.opened_file import TensorFileError
 from caraserve.model.torch_reader import TorchFile
 
 BIG = torch.arange(24.0).reshape(4, 6)

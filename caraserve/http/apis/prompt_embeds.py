@@ -19,7 +19,8 @@ from caraserve.http.body.field_types import Fields, shown, token_ids
 from caraserve.http.body.limits import check_context
 from caraserve.loop import Engine
 from caraserve.model.dtype import to_float32
-from caraserve.model.safetensors_reader import TensorFile, TensorFileError
+from caraserve.model.opened_file import TensorFileError
+from caraserve.model.safetensors_reader import TensorFile
 from caraserve.util.tasks import in_turns, slices
 
 _NAME = "prompt_embeds"

@@ -43,9 +43,10 @@ from caraserve.model.families import (
     starcoder2,
 )
 from caraserve.model.not_a_model import why_no_model
+from caraserve.model.opened_file import TensorFileError
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.quantization import parse_quantization
-from caraserve.model.safetensors_reader import TensorFileError, weight_files
+from caraserve.model.safetensors_reader import weight_files
 
 Config = Mapping[str, Any]
 Planner = Callable[[Config], DecoderPlan]
