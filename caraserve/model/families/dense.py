@@ -5,9 +5,7 @@ A family fills in `DenseLayers` with what differs from Llama, and overrides a me
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any, Literal, Self
 
 from caraserve.errors import ModelLoadError
 from caraserve.model.linear_plan import LinearPlan, Part, Rows, accumulated, interleaved_rows
@@ -151,16 +149,6 @@ def windows_of(
     return tuple(window if each else None for each in local)
 
 
-def rounded(value: float, dtype: str) -> float:
-    """Returns a number as a checkpoint's dtype has it, rounded to the nearest, ties to even."""
-    if dtype == "float16":
-        return float(np.float16(value))
-    if dtype == "bfloat16":
-        bits = int(np.float32(value).view(np.uint32))
-        return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))
-    return float(np.float32(value))
-
-
 @dataclass(frozen=True)
 class DenseLayers:
     """Layers of attention and an MLP. The defaults are Llama's."""
@@ -204,6 +192,11 @@ class DenseLayers:
     norm_bias: bool = False
     is_parallel: bool = False  # the MLP reads what attention reads
     multiplier: float = 1.0
+
+    @classmethod
+    def alike(cls, sizes: Sizes, rope: Rope | None, window: int | None = None, **fields: Any) -> Self:
+        """Returns layers that have the same rotation and the same window."""
+        return cls(sizes, (rope,) * sizes.layers, (window,) * sizes.layers, **fields)
 
     def layer(self, layer: int) -> LayerPlan:
         before, after, before_mlp, after_mlp = (

@@ -5,7 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from caraserve.errors import ModelLoadError
+from caraserve.model.dtype import DTYPES, Dtype, rounded, to_float32
 from caraserve.model.families.dense import (
     LOCAL,
     Config,
@@ -17,7 +20,6 @@ from caraserve.model.families.dense import (
     plan_of_layers,
     positive,
     refuse,
-    rounded,
     sizes_of,
     window_of,
     windows_of,
@@ -106,8 +108,9 @@ def _plan(
     made = DenseLayers(
         sizes, ropes, windows, scale=query_scalar**-0.5, activation=activation, norm_offset=1.0, **fields
     )
-    scale = rounded(math.sqrt(sizes.hidden), dtype_of(config))
-    return plan_of_layers(config, family, made, ties_by_default=True, embed_scale=scale, logit_cap=logit_cap)
+    dtype = DTYPES.get(dtype_of(config), Dtype.F32)
+    scale = to_float32(rounded(np.array([math.sqrt(sizes.hidden)], np.float32), dtype), dtype)
+    return plan_of_layers(config, family, made, ties_by_default=True, embed_scale=float(scale[0]), logit_cap=logit_cap)
 
 
 def _sizes(config: Config, *, kv_heads: int, max_position: int = 8192) -> Sizes:

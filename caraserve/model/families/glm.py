@@ -23,10 +23,9 @@ def _plan(config: Config, family: str, **fields: Any) -> DecoderPlan:
     config = {"num_key_value_heads": 2, "head_dim": 128} | dict(config)
     sizes = sizes_of(config, eps=1.5625e-7, max_position=131072)
     rope = rope_of(config, sizes.head_dim, sizes.max_position, partial=0.5)
-    made = DenseLayers(
+    made = DenseLayers.alike(
         sizes,
-        ropes=(rope,) * sizes.layers,
-        windows=(None,) * sizes.layers,
+        rope,
         is_interleaved=True,
         qkv_bias=flag(config, "attention_bias", True),
         mlp_names=("gate_up_proj",),

@@ -52,10 +52,9 @@ def plan(config: Config) -> DecoderPlan:
             groups=(*groups, "top2"),
         )
 
-    layers = ExpertLayers(
+    layers = ExpertLayers.alike(
         sizes,
-        (rope,) * sizes.layers,
-        (None,) * sizes.layers,
+        rope,
         qkv_bias=flag(config, "attention_bias"),
         head_norms="head" if flag(config, "use_qk_norm") else None,
         activation=activation_of(config),

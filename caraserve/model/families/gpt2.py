@@ -39,10 +39,9 @@ def plan(config: Config) -> DecoderPlan:
     config = dict(config) | {name: config.get(name, config.get(own)) for name, own in _NAMES.items()}
     inner = config.get("n_inner") or 4 * positive(config, "hidden_size")
     sizes = sizes_of(config | {"intermediate_size": inner}, eps=1e-5, eps_key="layer_norm_epsilon", max_position=1024)
-    made = _Layers(
+    made = _Layers.alike(
         sizes,
-        ropes=(None,) * sizes.layers,
-        windows=(None,) * sizes.layers,
+        None,
         layer_prefix="transformer.h",
         final_norm="transformer.ln_f",
         attention_name="attn",

@@ -56,10 +56,9 @@ def granite_layers(
 ) -> DenseLayers:
     """Returns layers with the multipliers of the configuration."""
     has_bias = flag(config, "attention_bias")
-    return kind(
+    return kind.alike(
         sizes,
-        ropes=(rope,) * sizes.layers,
-        windows=(None,) * sizes.layers,
+        rope,
         qkv_bias=has_bias,
         o_bias=has_bias,
         scale=number(config, "attention_multiplier", 1.0),

@@ -38,10 +38,9 @@ class _GroupedLayers(DenseLayers):
 def plan_internlm2(config: Config) -> DecoderPlan:
     """Returns the plan of an InternLM2 or InternLM2.5 model. Raises ModelLoadError."""
     sizes, has_bias = sizes_of(config), flag(config, "bias")
-    made = _GroupedLayers(
+    made = _GroupedLayers.alike(
         sizes,
-        ropes=(rope_of(config, sizes.head_dim, sizes.max_position),) * sizes.layers,
-        windows=(None,) * sizes.layers,
+        rope_of(config, sizes.head_dim, sizes.max_position),
         attention_name="attention",
         qkv_names=("wqkv",),
         out_name="wo",
@@ -60,10 +59,9 @@ def plan_internlm2(config: Config) -> DecoderPlan:
 def plan_internlm3(config: Config) -> DecoderPlan:
     """Returns the plan of an InternLM3 model. Raises ModelLoadError."""
     sizes, has_bias = sizes_of(config), flag(config, "bias")
-    made = DenseLayers(
+    made = DenseLayers.alike(
         sizes,
-        ropes=(rope_of(config, sizes.head_dim, sizes.max_position),) * sizes.layers,
-        windows=(None,) * sizes.layers,
+        rope_of(config, sizes.head_dim, sizes.max_position),
         qkv_bias=flag(config, "qkv_bias"),
         o_bias=has_bias,
         mlp_bias=has_bias,

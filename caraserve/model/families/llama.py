@@ -9,10 +9,9 @@ def plan(config: Config) -> DecoderPlan:
     """Returns the plan of a Llama model. Raises ModelLoadError."""
     sizes, has_bias = sizes_of(config), flag(config, "attention_bias")
     rope = rope_of(config, sizes.head_dim, sizes.max_position)
-    made = DenseLayers(
+    made = DenseLayers.alike(
         sizes,
-        ropes=(rope,) * sizes.layers,
-        windows=(None,) * sizes.layers,
+        rope,
         qkv_bias=has_bias,
         o_bias=has_bias,
         mlp_bias=flag(config, "mlp_bias"),

@@ -19,5 +19,4 @@ def plan(config: Config) -> DecoderPlan:
         stored = experts_one_by_one(f"{name}.experts", sizes.hidden, sizes.intermediate, ("w1", "w3", "w2"))
         return Moe((router(f"{name}.gate", sizes, experts),), None, experts, top_k, *stored, activation)
 
-    windows = (window_of(config),) * sizes.layers
-    return plan_of_layers(config, "mixtral", ExpertLayers(sizes, (rope,) * sizes.layers, windows, moe=moe))
+    return plan_of_layers(config, "mixtral", ExpertLayers.alike(sizes, rope, window_of(config), moe=moe))

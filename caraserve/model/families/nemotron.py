@@ -10,10 +10,9 @@ def plan(config: Config) -> DecoderPlan:
     """Returns the plan of a Nemotron model. Raises ModelLoadError."""
     sizes = sizes_of(config, eps=1e-5, eps_key="norm_eps", max_position=4096)
     has_bias = flag(config, "attention_bias")
-    made = DenseLayers(
+    made = DenseLayers.alike(
         sizes,
-        ropes=(rope_of(config, sizes.head_dim, sizes.max_position, partial=0.5),) * sizes.layers,
-        windows=(None,) * sizes.layers,
+        rope_of(config, sizes.head_dim, sizes.max_position, partial=0.5),
         qkv_bias=has_bias,
         o_bias=has_bias,
         mlp_bias=flag(config, "mlp_bias"),

@@ -16,10 +16,9 @@ def plan(config: Config) -> DecoderPlan:
     """Returns the plan of a Phi-2 model. Raises ModelLoadError."""
     refuse(config, "qk_layernorm", False)
     sizes = sizes_of(config, eps=1e-5, eps_key="layer_norm_eps")
-    made = DenseLayers(
+    made = DenseLayers.alike(
         sizes,
-        ropes=(rope_of(config, sizes.head_dim, sizes.max_position, partial=0.5),) * sizes.layers,
-        windows=(None,) * sizes.layers,
+        rope_of(config, sizes.head_dim, sizes.max_position, partial=0.5),
         final_norm="model.final_layernorm",
         out_name="dense",
         qkv_bias=True,

@@ -18,10 +18,10 @@ def plan(config: Config) -> DecoderPlan:
     config = {"original_max_position_embeddings": 4096} | dict(config)
     sizes = sizes_of(config, eps=1e-5, max_position=4096)
     rope = rope_of(config, sizes.head_dim, sizes.max_position)
-    made = DenseLayers(
+    made = DenseLayers.alike(
         sizes,
-        ropes=(rope,) * sizes.layers,
-        windows=(window_of(config),) * sizes.layers,
+        rope,
+        window_of(config),
         qkv_names=("qkv_proj",),
         mlp_names=("gate_up_proj",),
         activation=activation_of(config),

@@ -34,10 +34,9 @@ def plan_text(config: Config) -> DecoderPlan:
     sizes = sizes_of(config, max_position=32768)
     rope = rope_of(config, sizes.head_dim, sizes.max_position, partial=0.25)
     has_bias = flag(config, "attention_bias")
-    made = _Layers(
+    made = _Layers.alike(
         sizes,
-        (rope,) * sizes.layers,
-        (None,) * sizes.layers,
+        rope,
         activation=activation_of(config),
         norm_offset=1.0,
         head_norms="head",

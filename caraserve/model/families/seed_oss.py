@@ -9,10 +9,9 @@ def plan(config: Config) -> DecoderPlan:
     """Returns the plan of a Seed-OSS model. Raises ModelLoadError."""
     sizes = sizes_of({"num_key_value_heads": 8, "head_dim": 128} | dict(config), max_position=524288)
     rope = rope_of(config, sizes.head_dim, sizes.max_position)
-    made = DenseLayers(
+    made = DenseLayers.alike(
         sizes,
-        ropes=(rope,) * sizes.layers,
-        windows=(None,) * sizes.layers,
+        rope,
         qkv_bias=flag(config, "attention_bias", True),
         o_bias=flag(config, "attention_out_bias"),
         mlp_bias=flag(config, "mlp_bias"),

@@ -11,10 +11,9 @@ def plan(config: Config) -> DecoderPlan:
     config = {"num_key_value_heads": 32} | dict(config)
     sizes = sizes_of(config, eps=1e-5, eps_key="layer_norm_eps", max_position=4096)
     is_parallel = flag(config, "use_parallel_residual")
-    made = DenseLayers(
+    made = DenseLayers.alike(
         sizes,
-        ropes=(rope_of(config, sizes.head_dim, sizes.max_position, partial=0.25),) * sizes.layers,
-        windows=(None,) * sizes.layers,
+        rope_of(config, sizes.head_dim, sizes.max_position, partial=0.25),
         qkv_bias=flag(config, "use_qkv_bias"),
         head_norms="heads" if flag(config, "qk_layernorm") else None,
         head_norm_names=("q_layernorm.norms.{head}", "k_layernorm.norms.{head}"),

@@ -18,10 +18,10 @@ def plan(config: Config) -> DecoderPlan:
     config = {"num_key_value_heads": 2} | dict(config)
     sizes = sizes_of(config, eps=1e-5, eps_key="norm_epsilon", max_position=4096)
     has_bias = flag(config, "use_bias", True)
-    made = DenseLayers(
+    made = DenseLayers.alike(
         sizes,
-        ropes=(rope_of(config, sizes.head_dim, sizes.max_position),) * sizes.layers,
-        windows=(window_of(config),) * sizes.layers,
+        rope_of(config, sizes.head_dim, sizes.max_position),
+        window_of(config),
         qkv_bias=has_bias,
         o_bias=has_bias,
         mlp_bias=has_bias,
