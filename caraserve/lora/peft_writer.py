@@ -18,7 +18,7 @@ from caraserve.lora.peft import ImageWriter, TensorLayout
 from caraserve.lora.peft_fields import CONFIG_NAME, Fields
 from caraserve.lora.tensor_names import peft_name
 
-# Fields that say which tensors there are and how they are applied: they are written anew. All others are kept.
+# Fields that say which tensors there are and how they are applied: the writer sets them. All others are kept.
 _OWN = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "fan_in_fan_out"),

@@ -14,7 +14,7 @@ LLAMA = names_of_base(["Llama-3.1-8B-Instruct"])
         "meta-llama/Meta-Llama-3.1-8B-Instruct",
         "llama-3.1-8b-instruct/",
         "/home/me/models/Llama-3.1-8B-Instruct/",
-        "/root/.cache/huggingface/hub/models--meta-llama--Llama-3.1-8B-Instruct/snapshots/0e9e39f249a16976918f6564b8830bc8",
+        "/home/me/.cache/huggingface/hub/models--meta-llama--Llama-3.1-8B-Instruct/snapshots/0e9e39f249a16976918f6564b8830bc8",
     ],
 )
 def test_organisation_case_folders_and_slashes_make_no_other_base(trained_on: str) -> None:
