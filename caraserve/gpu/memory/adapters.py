@@ -20,8 +20,9 @@ from caraserve.core.lora_layout import MAX_RANK, RANK_STEP, AdapterSpec, HostAda
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, latest
 from caraserve.gpu.kernels.bgmv_work import AdapterItems, WorkItems, adapter_items, plan_items
+from caraserve.gpu.kernels.vocabulary import VocabularyTables
 from caraserve.gpu.memory import padding
-from caraserve.gpu.memory.adapter_tables import AdapterTables, column, vocabulary_column
+from caraserve.gpu.memory.adapter_tables import AdapterTables, Column, VocabularyColumn, column, vocabulary_column
 from caraserve.gpu.memory.copier import CopyRequest, DeviceContext
 from caraserve.gpu.memory.link_queue import LayerGroup, layer_groups
 from caraserve.gpu.memory.pool import DevicePool, Grant, Move
@@ -297,22 +298,27 @@ class DeviceImages:
         self._write_column(move.slot, self.memory.data_ptr() + move.target)
 
     def _write_column(self, slot: int, base: int) -> None:
-        tables, made = self.tables, column(self.bound[slot].stored, self._plan, base)
-        for name in ("a", "b", "vectors", "rank", "scale", "dtype"):
-            table, values = getattr(tables, name), getattr(made, name)
-            size = table.element_size()
-            self._ring.send_column(table.data_ptr() + size * slot, size * tables.slots, values.ravel())
-        self._write_vocabulary(slot, base)
+        stored = self.bound[slot].stored
+        made = column(stored, self._plan, base)
+        self._send_column(slot, self.tables, made, ("a", "b", "vectors", "rank", "scale", "dtype"))
+        if stored.vocabulary:  # kernels read the columns of no other adapters
+            tables, of_sides = self.tables.vocabulary, vocabulary_column(stored, base)
+            self._send_column(slot, tables, of_sides, ("a", "b", "rank", "rows", "scale"))
+            for side in np.flatnonzero(of_sides.rows):
+                self._ring.send(tables.tokens[side, slot].data_ptr(), of_sides.tokens[side])
         self._ring.flush()
 
-    def _write_vocabulary(self, slot: int, base: int) -> None:
-        tables, made = self.tables.vocabulary, vocabulary_column(self.bound[slot].stored, base)
-        pairs = ((tables.a, made.a), (tables.b, made.b), (tables.rows, made.rows), (tables.scale, made.scale))
-        for table, values in (*pairs, (tables.rank, made.rank)):
+    def _send_column(
+        self,
+        slot: int,
+        tables: AdapterTables | VocabularyTables,
+        made: Column | VocabularyColumn,
+        names: Sequence[str],
+    ) -> None:
+        for name in names:
+            table, values = getattr(tables, name), getattr(made, name)
             size = table.element_size()
-            self._ring.send_column(table.data_ptr() + size * slot, size * table.shape[1], values)
-        for side in np.flatnonzero(made.rows):
-            self._ring.send(tables.tokens[side, slot].data_ptr(), made.tokens[side])
+            self._ring.send_column(table.data_ptr() + size * slot, size * self.tables.slots, values.ravel())
 
     def _items_of(self, slot: int, most_rank: int) -> tuple[AdapterItems, ...]:
         """Returns an adapter's items by group shape, for its first `most_rank` rank rows; made once."""
