@@ -246,8 +246,6 @@ class CapturedGraphs:
 
     def find(self, batch: Batch, shape: PassShape, arriving: Collection[int]) -> CapturedPass | None:
         """Returns the graph for a batch, or None: it is launched kernel by kernel."""
-        if shape.changes_vocabulary:
-            return None
         inputs = self._plan.attention_inputs
         wanted = bucket_of(batch, arriving, shape.groups, inputs, segmented=shape.segments > 0)
         chosen = None if wanted is None else self._graphs.choose(wanted)
