@@ -182,7 +182,6 @@ class DecoderPass:
         self.blocks: Sequence[Sequence[BlockSteps]] = decoder.blocks
         self._rows = decoder.workspace.activations.first(shape.tokens)
         batch, workspace = decoder.batch, decoder.workspace
-        self._mixed = None if workspace.mixed is None else workspace.mixed[: shape.tokens]
         self._decoding: dict[tuple[int, int], list[tuple[Tensor, Scratch]]] = {
             heads: [(batch.row_token[rows], scratch) for rows, scratch in workspace.decode_parts(shape, heads)]
             for heads in workspace.scratch
@@ -317,10 +316,10 @@ class DecoderPass:
     def _recur(self, block: BlockSteps, projected: Tensor, out: Tensor, stream: Stream) -> None:
         """Convolves and recurs from the states of the requests' slots."""
         decoder, net = self._decoder, block.weights.delta_net
-        state, mixed = decoder.state.delta_nets[block.layer], self._mixed
+        state, mixed = decoder.state.delta_nets[block.layer], decoder.workspace.mixed
         assert net is not None
         assert mixed is not None
-        mixed = mixed[:, : net.channels]
+        mixed = mixed[: self._shape.tokens, : net.channels]
         self._run(stream, lambda: apply_delta_net(projected, mixed, out, decoder.batch.tokens, state, net))
 
     def _sample(self, start: int, end: int, stream: Stream) -> None:

@@ -16,7 +16,6 @@ from caraserve.gpu.kernels.norms import NormWeights
 from caraserve.gpu.kernels.paged_cache import TokenTables
 from caraserve.util.units import ceil_div
 
-LAUNCHES = 3  # kernels of a layer
 _CHANNELS = 256  # of the convolution, in a program
 _COLUMNS = 32  # of a matrix, in a program: 128 × 32 numbers are 32 registers of 128 threads
 _LENGTH_EPS = tl.constexpr(1e-6)  # added to the squared lengths of q and k
@@ -27,9 +26,7 @@ _LARGE_STEP = tl.constexpr(20.0)  # from here on ln(1 + e^x) is x in fp32
 class DeltaNetState:
     """What one layer keeps of each request slot."""
 
-    inputs: (
-        Tensor  # [slots, kernel - 1, channels], the last inputs of the convolution: position p is at p mod kernel - 1
-    )
+    inputs: Tensor  # [slots, kernel - 1, channels], the convolution's last: position p is at p mod kernel - 1
     matrices: Tensor  # float32 [slots, value heads, key width, value width]
 
 
