@@ -18,7 +18,6 @@ constexpr int PLANES = 4;
 constexpr int ROWS = 4;       // rows of one adapter that share a read of its weights
 constexpr int LOADS = 8;      // 16-byte loads that a thread has in flight
 constexpr int MAX_RANK = 512;
-constexpr int PANEL = 64;     // columns
 constexpr int A_COLUMNS = 16; // a row of A is padded to a multiple
 
 struct Item {
@@ -228,7 +227,7 @@ DEVICE void expand_item(const Item& item, const Group& group_rows, const int* ro
             for (int i = 0; i < 4; i++) v[i] = fmaf(target.scale, total[i], v[i]);
             if (target.vectors != nullptr) {
                 const float* factors = target.vectors + from + column;
-                apply_vectors(factors, factors + (target.outputs + PANEL - 1) / PANEL * PANEL, v);
+                apply_vectors(factors, biases_after(factors, target.outputs), v);
             }
             if (target.fours)
                 store_four(row + column, v);
@@ -242,8 +241,9 @@ DEVICE void expand_item(const Item& item, const Group& group_rows, const int* ro
 KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
     const u64* b_table, const int* rank_table, const int* dtype_table, const float* scale_table,
     const u64* vectors_table, int slots, const Item* items, const int* item_count, const Group* groups,
-    const float* part, int part_rows, int projections, int max_rank, activation* y, int y_stride, int fours, int column0, int column1, int column2, int column3,
-    int column4, int column5, int outputs0, int outputs1, int outputs2, int outputs3, int outputs4, int outputs5) {
+    const float* part, int part_rows, int projections, int max_rank, activation* y, int y_stride, int fours,
+    int column0, int column1, int column2, int column3, int column4, int column5, int outputs0, int outputs1,
+    int outputs2, int outputs3, int outputs4, int outputs5) {
     __shared__ __align__(16) float shrunk[ROWS * MAX_RANK];
     __shared__ __align__(16) float sums[THREADS * 8];
     const Tables tables = {b_table, rank_table, dtype_table, slots};

@@ -12,6 +12,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 constexpr u32 EVERYONE = 0xffffffffu; // all lanes of a warp
+constexpr int PANEL = 64;             // columns
 
 #ifndef CARASERVE_ON_HOST
 #define KERNEL extern "C" __global__ void
@@ -114,6 +115,11 @@ DEVICE int choose(int p, int v0, int v1, int v2, int v3, int v4, int v5) {
 }
 
 DEVICE float from_bfloat(u32 bits) { return __uint_as_float(bits << 16); }
+
+// Returns the biases of a projection: they follow its factors, which are padded to panels.
+DEVICE const float* biases_after(const float* factors, int outputs) {
+    return factors + (outputs + PANEL - 1) / PANEL * PANEL;
+}
 
 // Applies the factors and biases of four outputs.
 DEVICE void apply_vectors(const float* factors, const float* biases, float (&v)[4]) {

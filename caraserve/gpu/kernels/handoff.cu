@@ -186,7 +186,7 @@ KERNEL __launch_bounds__(256) handoff_add(const WorkOrder* order, const int* out
                 const activation* from = deltas + choose(p, delta0, delta1, delta2, delta3, delta4, delta5);
                 activation* at = y + row * y_stride + choose(p, column0, column1, column2, column3, column4, column5);
                 const float* factors = (const float*)order->vectors[p];
-                const float* biases = factors + (outputs + 63) / 64 * 64;
+                const float* biases = biases_after(factors, outputs);
                 constexpr int step = Activation::PER_LOAD;
                 for (int column = threadIdx.x * step; column < outputs; column += blockDim.x * step) {
                     float delta[step], v[4];
