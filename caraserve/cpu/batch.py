@@ -88,8 +88,9 @@ def build_batch(batch: Batch, adapters: DeviceAdapters, prompt_tokens: Words, sh
     starts = np.array([row.start for row in rows], np.int64)
     segments = _segments(rows, first) if batch.merged is None else []
     wanted = outputs.outputs_of(rows, prompt_tokens)
-    has_vocabulary = any(adapters.changes_vocabulary(row.adapter_slot) for row in rows)
-    of_tokens = np.repeat(np.array([row.adapter_slot for row in rows], np.int64), counts)
+    vocabulary = np.zeros(0, np.int64)
+    if any(adapters.changes_vocabulary(row.adapter_slot) for row in rows):
+        vocabulary = np.repeat(np.array([row.adapter_slot for row in rows], np.int64), counts)
     traced = shape.layers if shape.traced else 0
     tables = {
         "sources": np.zeros((shape.layers, len(segments)), np.int64),
@@ -100,7 +101,7 @@ def build_batch(batch: Batch, adapters: DeviceAdapters, prompt_tokens: Words, sh
     arrays = {
         "slot": np.repeat(np.array([row.slot for row in rows], np.int64), counts),
         "position": np.arange(first[-1], dtype=np.int64) + np.repeat(starts - first[:-1], counts),
-        "vocabulary": of_tokens if has_vocabulary else np.zeros(0, np.int64),
+        "vocabulary": vocabulary,
         "row_first": first,
         "segment_first": np.array([segment.first_token for segment in segments], np.int64),
         "segment_tokens": np.array([segment.tokens for segment in segments], np.int64),
