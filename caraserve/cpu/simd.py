@@ -25,26 +25,15 @@ LANES = 16
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
-def _converts_half() -> bool:
-    """Returns whether the CPU converts fp16. If not, LLVM would call a missing library function and end the process."""
-    if not _X86:
-        return True
+def _x86_cpu_has(feature: str) -> bool:
     if numba.config.CPU_NAME:  # compiling for another CPU than this one
-        return "+f16c" in (numba.config.CPU_FEATURES or "")
-    return bool(llvmlite.binding.get_host_cpu_features().get("f16c", False))
+        return f"+{feature}" in (numba.config.CPU_FEATURES or "")
+    return bool(llvmlite.binding.get_host_cpu_features().get(feature, False))
 
 
-def _has_wide_registers() -> bool:
-    """Returns whether the CPU has 32 registers of sixteen fp32 each."""
-    if not _X86:
-        return False
-    if numba.config.CPU_NAME:
-        return "+avx512f" in (numba.config.CPU_FEATURES or "")
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512f", False))
-
-
-_CONVERTS_HALF = _converts_half()
-HAS_WIDE_REGISTERS = _has_wide_registers()
+# If a CPU does not convert fp16, LLVM would call a missing library function and end the process.
+_CONVERTS_HALF = not _X86 or _x86_cpu_has("f16c")
+HAS_WIDE_REGISTERS = _X86 and _x86_cpu_has("avx512f")  # 32 registers of sixteen fp32 each
 DTYPE_F32, DTYPE_BF16, DTYPE_F16 = 0, 1, 2  # the codes of `Dtype`
 
 _I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
