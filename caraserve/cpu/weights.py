@@ -317,8 +317,7 @@ class _Loader:
         for start, (role, width) in zip(accumulated(widths.values()), widths.items(), strict=False):
             column = offsets[role] // 4
             taps[:, column : column + width] = stored[start : start + width, 0].T
-        of_heads = (self._values(name, (body.value_heads,)) for name in (body.log_decay, body.step_bias))
-        log_decay, step_bias = of_heads
+        log_decay, step_bias = (self._values(name, (body.value_heads,)) for name in (body.log_decay, body.step_bias))
         keys, values = align_up(body.key_width, LANES), align_up(body.value_width, LANES)
         inputs_offset = self._state_bytes
         matrices_offset = inputs_offset + 4 * PANEL * panels * (body.kernel - 1)
