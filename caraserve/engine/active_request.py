@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from caraserve.core.backend import Limits
 from caraserve.core.batch import BASE_ADAPTER_SLOT, RowResult, ScheduledRow
 from caraserve.core.grammar import TokenMatcher
+from caraserve.core.lora_layout import AdapterSpec
 from caraserve.core.request import Finish, FinishReason, Phase, Request, TokenDelta, TokenLogprob
 from caraserve.engine.token_stream import TokenStream
 from caraserve.errors import CaraServeError
@@ -61,9 +62,14 @@ class ActiveRequest:
         return self.request.phase is Phase.FINISHED
 
     @property
+    def spec(self) -> AdapterSpec | None:
+        """The layout of its adapter; None: it has none, or the layout is not known yet."""
+        return None if self.adapter is None else self.adapter.spec
+
+    @property
     def may_be_merged(self) -> bool:
         """Whether its adapter may be merged into the base weights: these hold no factors and biases of outputs."""
-        return self.adapter is not None and self.adapter.spec is not None and not self.adapter.spec.has_vectors
+        return self.spec is not None and not self.spec.has_vectors
 
     @property
     def adapter_slot(self) -> int:
@@ -75,13 +81,13 @@ class ActiveRequest:
     @property
     def is_activated(self) -> bool:
         """Whether its adapter is an activated LoRA, before which the base model computes a part of the prompt."""
-        return self.adapter is not None and self.adapter.spec is not None and bool(self.adapter.spec.invocation)
+        return self.spec is not None and bool(self.spec.invocation)
 
     @property
     def needs_device_copy(self) -> bool:
         """Whether it starts only when its whole adapter is on the device: an adapter changes the embedding or the head
         there alone."""
-        return self.adapter is not None and self.adapter.spec is not None and bool(self.adapter.spec.vocabulary)
+        return self.spec is not None and bool(self.spec.vocabulary)
 
     @property
     def is_streamed(self) -> bool:
@@ -239,7 +245,7 @@ class ActiveRequest:
             stop_reason=stop_reason,
             error=error,
             served_by=self.stream.served_by(),
-            head=None if self.adapter is None or self.adapter.spec is None else self.adapter.spec.head,
+            head=None if self.spec is None else self.spec.head,
         )
         text += self.detokenizer.flush()
         self.stream.put(TokenDelta(text, token_ids, logprobs, finish=finish, embedding=embedding))
