@@ -157,7 +157,7 @@ async def test_a_classifier_answers_while_it_is_uploaded(made: Classifiers, tmp_
         await until(lambda: engine.catalog.find("topic") is not None)
         assert engine.adapter("topic").facts.num_classes == CLASSES["topic"]
         waiting = asyncio.create_task(scores(engine, prompt, "topic", uses_activation=False))
-        await asyncio.sleep(0)
+        await until(lambda: (found := engine.snapshot()).running + found.waiting > 0)
         rest.set()
         found, info = await waiting, (await upload).info
         assert info.facts.num_classes == CLASSES["topic"]
