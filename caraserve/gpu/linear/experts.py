@@ -70,10 +70,10 @@ def _fill_one(
     loader: LinearLoader, name: str, parts: Sequence[tuple[ExpertTensor, int]], target: Tensor, axis: int
 ) -> None:
     """Fills the outputs of each part, from its start along `axis` of `target` on, from one stored tensor."""
-    one, start = parts[0]
+    (one, start), is_matrix = parts[0], target.dim() == axis + 2
     stored = one.stored_outputs or one.outputs
-    form = one.format if target.dim() == axis + 2 else PLAIN  # biases are numbers
-    is_transposed = one.is_transposed and target.dim() == axis + 2 and form is PLAIN
+    form = one.format if is_matrix else PLAIN  # biases are numbers
+    is_transposed = one.is_transposed and is_matrix and form is PLAIN
     shape = (*target.shape[:axis], stored, *target.shape[axis + 1 :])
     order = [row for part, _ in parts for row in part.rows or range(stored)]
     if order == list(range(stored)) and not is_transposed:
