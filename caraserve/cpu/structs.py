@@ -173,7 +173,7 @@ BUFFERS = _record(
     "scratch",  # [threads, scratch_bytes]
     "scratch_bytes",
     "barrier",  # int64 arrivals, and the generation a cache line later
-    "counters",  # int64 [layers], attention items claimed by threads
+    "counters",  # int64 [layers], items of attention or of a delta net claimed by threads
 )
 
 # One module of one layer of one adapter slot. Rank 0: not adapted.
