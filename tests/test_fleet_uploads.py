@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from caraserve.lora.peft import TENSORS_NAME
-from caraserve.lora.peft_config import CONFIG_NAME
+from caraserve.lora.folder_contents import TENSORS_NAME
+from caraserve.lora.peft_fields import CONFIG_NAME
 from tests.lora.uploads import left_in
 from tests.processes import Server, fleet, free_ports, tiny_adapter, until
 

@@ -31,9 +31,7 @@ from numpy.typing import NDArray
 from caraserve.core.score_head import ScoreHead
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.vocabulary import SIDES as SIDES
-from caraserve.model.vocabulary import Side as Side
-from caraserve.model.vocabulary import vocabulary_targets
+from caraserve.model.vocabulary import SIDES, Side, vocabulary_targets
 from caraserve.util.units import align_up, ceil_div
 
 RANK_STEP = 8

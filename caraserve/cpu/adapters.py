@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.lora_layout import MAX_RANK, MAX_ROWS, PANEL, SIDES, AdapterSpec, HostAdapter, aligned_bytes
+from caraserve.core.lora_layout import MAX_RANK, MAX_ROWS, PANEL, AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.cpu.jit import entry
 from caraserve.cpu.simd import store_release
 from caraserve.cpu.structs import LORA_ENTRY, LOST
 from caraserve.model.plan import DecoderPlan
+from caraserve.model.vocabulary import SIDES
 from caraserve.util.units import align_up
 
 _ZEROS_BYTES = 64 << 20  # more than a core's caches

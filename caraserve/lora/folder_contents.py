@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from caraserve.lora.peft_config import CONFIG_NAME
+from caraserve.lora.peft_fields import CONFIG_NAME
 
 TENSORS_NAME = "adapter_model.safetensors"
 TORCH_NAME = "adapter_model.bin"

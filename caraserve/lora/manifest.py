@@ -20,15 +20,7 @@ from typing import Any
 import numpy as np
 
 from caraserve.core.adapter_rules import are_invocation_tokens
-from caraserve.core.lora_layout import (
-    MAX_RANK,
-    MAX_ROWS,
-    SIDES,
-    AdapterSpec,
-    Module,
-    RankAndScale,
-    VocabularyChange,
-)
+from caraserve.core.lora_layout import MAX_RANK, MAX_ROWS, AdapterSpec, Module, RankAndScale, VocabularyChange
 from caraserve.core.score_head import (
     ACTIVATIONS,
     MAX_CLASS_CHARACTERS,
@@ -40,6 +32,7 @@ from caraserve.core.score_head import (
 from caraserve.errors import AdapterRejected
 from caraserve.model.dtype import Dtype, to_float32
 from caraserve.model.plan import DecoderPlan
+from caraserve.model.vocabulary import SIDES
 from caraserve.util.text import is_text
 
 MAX_MANIFEST_BYTES = 4 << 20

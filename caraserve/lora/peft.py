@@ -31,8 +31,7 @@ from caraserve.lora.adapter import files_changed
 from caraserve.lora.adapter_tensors import AdapterTensors
 from caraserve.lora.base_copies import BaseCopy, check_copies, check_saved_modules
 from caraserve.lora.expert_tensors import refuse_experts
-from caraserve.lora.folder_contents import TEMPLATE_TEXTS, files_of
-from caraserve.lora.folder_contents import TENSORS_NAME as TENSORS_NAME
+from caraserve.lora.folder_contents import TEMPLATE_TEXTS, TENSORS_NAME, files_of
 from caraserve.lora.kinds import MATRICES, VECTORS, AdapterKind, KindWithVectors
 from caraserve.lora.manifest import ChunkHasher, identified
 from caraserve.lora.peft_config import PeftConfig, parse_config

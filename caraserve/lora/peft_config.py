@@ -18,8 +18,7 @@ from caraserve.core.adapter_rules import MAX_INVOCATION_TOKENS, are_invocation_t
 from caraserve.errors import AdapterRejected
 from caraserve.lora.joined_modules import other_names
 from caraserve.lora.kinds import AdapterKind, kind_of
-from caraserve.lora.peft_fields import CONFIG_NAME as CONFIG_NAME
-from caraserve.lora.peft_fields import Fields, name_ends, refusal, shown
+from caraserve.lora.peft_fields import CONFIG_NAME, Fields, name_ends, refusal, shown
 from caraserve.lora.score_heads import HEAD_FIELDS, HEADS, HeadSettings, read_settings
 from caraserve.lora.target_patterns import matched
 from caraserve.model.opened_file import TensorFileError, open_regular

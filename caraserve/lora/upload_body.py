@@ -15,10 +15,17 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from caraserve.errors import AdapterRejected, PayloadTooLarge
-from caraserve.lora.folder_contents import GGUF_SUFFIX, MISTRAL_NAMES, MLX_NAME, TEXTS, TOKENIZER_NAME, TORCH_NAME
+from caraserve.lora.folder_contents import (
+    GGUF_SUFFIX,
+    MISTRAL_NAMES,
+    MLX_NAME,
+    TENSORS_NAME,
+    TEXTS,
+    TOKENIZER_NAME,
+    TORCH_NAME,
+)
 from caraserve.lora.folder_texts import MAX_TEXT_BYTES
-from caraserve.lora.peft import TENSORS_NAME
-from caraserve.lora.peft_config import CONFIG_NAME
+from caraserve.lora.peft_fields import CONFIG_NAME
 from caraserve.util.units import human_bytes
 
 CONFIG_KEY = "adapter_config"  # of a safetensors file's metadata: the configuration as JSON

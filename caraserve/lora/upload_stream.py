@@ -18,8 +18,9 @@ from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.lora.adapter import Done, LayersArrived, Source, UploadSource
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
+from caraserve.lora.folder_contents import TENSORS_NAME
 from caraserve.lora.manifest import ChunkHasher
-from caraserve.lora.peft import TENSORS_NAME, ImageWriter, TensorLayout
+from caraserve.lora.peft import ImageWriter, TensorLayout
 from caraserve.model.opened_file import TensorFileError
 from caraserve.model.safetensors_reader import TensorFile
 

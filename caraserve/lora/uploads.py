@@ -37,9 +37,9 @@ from caraserve.lora.adapter import Adapter
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.catalog import Catalog
-from caraserve.lora.folder_contents import stamp
-from caraserve.lora.peft import TENSORS_NAME, WholeFileNeeded
-from caraserve.lora.peft_config import CONFIG_NAME
+from caraserve.lora.folder_contents import TENSORS_NAME, stamp
+from caraserve.lora.peft import WholeFileNeeded
+from caraserve.lora.peft_fields import CONFIG_NAME
 from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.turns import Turns
 from caraserve.lora.upload_body import MOST_CONFIG_BYTES, MOST_OTHER_BYTES, UploadBody, config_of

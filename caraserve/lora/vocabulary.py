@@ -20,7 +20,6 @@ from caraserve.core.lora_layout import (
     Array,
     Bytes,
     Module,
-    Side,
     VocabularyChange,
     VocabularySpan,
     place_a,
@@ -35,7 +34,7 @@ from caraserve.lora.peft_fields import refusal, shown
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.vocabulary import vocabulary_modules, vocabulary_targets
+from caraserve.model.vocabulary import Side, vocabulary_modules, vocabulary_targets
 from caraserve.util.units import human_bytes
 
 _ADAPTER = r"(?P<adapter>(?:\.[A-Za-z0-9_-]+)?)"

@@ -26,8 +26,8 @@ from caraserve.bench.options import TARGETS
 from caraserve.bench.records import machine, versions
 from caraserve.bench.report.files import as_json, make_folder, write_files
 from caraserve.bench.servers import make_synthetic, own_server, working_folder
-from caraserve.lora.peft import TENSORS_NAME
-from caraserve.lora.peft_config import CONFIG_NAME
+from caraserve.lora.folder_contents import TENSORS_NAME
+from caraserve.lora.peft_fields import CONFIG_NAME
 from caraserve.model.safetensors_reader import TensorFile
 
 _PIECE_BYTES = 65536

@@ -23,8 +23,8 @@ from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.catalog import Catalog, CatalogRules
+from caraserve.lora.folder_contents import TENSORS_NAME
 from caraserve.lora.manager import AdapterManager
-from caraserve.lora.peft import TENSORS_NAME
 from caraserve.lora.registry import AdapterInfo, Registry
 from caraserve.lora.served_base import ANY_BASE, ServedBase
 from caraserve.lora.start_policy import StartPolicy

@@ -13,10 +13,9 @@ import pytest
 
 from caraserve.errors import ServerBusy
 from caraserve.lora import folder_contents
-from caraserve.lora.folder_contents import RefusedFolder, RefusedFolders
+from caraserve.lora.folder_contents import TENSORS_NAME, RefusedFolder, RefusedFolders
 from caraserve.lora.folder_watch import FolderWatch
-from caraserve.lora.peft import TENSORS_NAME
-from caraserve.lora.peft_config import CONFIG_NAME
+from caraserve.lora.peft_fields import CONFIG_NAME
 from tests.cluster.nodes import until
 from tests.lora.folders import write_adapter
 from tests.lora.uploads import Receiver, aliases_of, receiving, tar_of

@@ -15,8 +15,9 @@ from safetensors.numpy import save_file
 
 from caraserve.core.lora_layout import HostAdapter, SiteSpan, aligned_bytes, stored_vectors
 from caraserve.errors import AdapterRejected
+from caraserve.lora.folder_contents import TENSORS_NAME
 from caraserve.lora.manifest import manifest_of, read_manifest
-from caraserve.lora.peft import TENSORS_NAME, inspect_adapter, read_adapter, specify
+from caraserve.lora.peft import inspect_adapter, read_adapter, specify
 from caraserve.lora.upload_stream import ArrivingImage
 from caraserve.lora.writers import peft_adapter
 from caraserve.model.base_linears import BaseLinears

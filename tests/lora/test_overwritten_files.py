@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
+from caraserve.lora.folder_contents import TENSORS_NAME
+from caraserve.lora.peft import inspect_adapter
 from tests.lora.folders import SPEC, write_adapter
 
 _ROUNDS = 2_000  # each cuts the file short, then writes it again in place, as `cp` does

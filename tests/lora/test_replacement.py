@@ -13,7 +13,8 @@ from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import AdapterBusy, CaraServeError, NotFound
 from caraserve.lora import adapter_reader
 from caraserve.lora.adapter import Adapter
-from caraserve.lora.peft import TENSORS_NAME, read_adapter
+from caraserve.lora.folder_contents import TENSORS_NAME
+from caraserve.lora.peft import read_adapter
 from tests.cluster.nodes import until
 from tests.lora.folders import write_adapter
 from tests.lora.uploads import LIMIT, Receiver, arriving, read_digest, tar_of

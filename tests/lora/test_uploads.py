@@ -15,8 +15,9 @@ from caraserve.core.lora_layout import aligned_bytes
 from caraserve.errors import AdapterRejected, CaraServeError, Forbidden, PayloadTooLarge, Unreachable
 from caraserve.lora.adapter import UploadSource
 from caraserve.lora.adapter_folder import AdapterFolder
-from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
-from caraserve.lora.peft_config import CONFIG_NAME
+from caraserve.lora.folder_contents import TENSORS_NAME
+from caraserve.lora.peft import inspect_adapter
+from caraserve.lora.peft_fields import CONFIG_NAME
 from caraserve.lora.uploads import UploadClaims
 from tests.cluster.nodes import until
 from tests.lora.folders import SPEC, tensor_name, tensors_for, write_adapter

@@ -25,8 +25,9 @@ from caraserve.core.lora_layout import (
 )
 from caraserve.errors import AdapterRejected
 from caraserve.gpu.memory.padding import padded
+from caraserve.lora.folder_contents import TENSORS_NAME
 from caraserve.lora.manifest import manifest_of, read_manifest
-from caraserve.lora.peft import TENSORS_NAME, inspect_adapter, specify
+from caraserve.lora.peft import inspect_adapter, specify
 from caraserve.lora.upload_stream import ArrivingImage
 from caraserve.lora.writers import peft_adapter
 from caraserve.model.dtype import Dtype

@@ -17,7 +17,7 @@ from caraserve.errors import AdapterRejected
 from caraserve.lora.adapter_tensors import AdapterTensors, Piece, View
 from caraserve.lora.folder_contents import stamp
 from caraserve.lora.peft import inspect_adapter, resolve_adapter_path
-from caraserve.lora.peft_config import CONFIG_NAME
+from caraserve.lora.peft_fields import CONFIG_NAME
 from caraserve.model.families import plan_of
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFile

@@ -17,8 +17,8 @@ from caraserve.errors import AdapterRejected, Unreachable
 from caraserve.loop import Engine
 from caraserve.lora.adapter import AdapterTier
 from caraserve.lora.adapter_folder import AdapterFolder
-from caraserve.lora.peft import TENSORS_NAME
-from caraserve.lora.peft_config import CONFIG_NAME
+from caraserve.lora.folder_contents import TENSORS_NAME
+from caraserve.lora.peft_fields import CONFIG_NAME
 from caraserve.lora.uploads import AdapterUploads, UploadClaims, UploadedAdapter
 from caraserve.model.safetensors_reader import TensorFile
 from caraserve.serve import build_engine

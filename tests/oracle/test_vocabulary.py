@@ -9,7 +9,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from caraserve.errors import AdapterRejected
-from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
+from caraserve.lora.folder_contents import TENSORS_NAME
+from caraserve.lora.peft import inspect_adapter
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.families import load_plan
 from tests.oracle.vocabulary import BASES, VocabularySubject, make_vocabulary_subject, prompts_with_changed_tokens

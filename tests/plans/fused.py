@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from caraserve.lora.peft import TENSORS_NAME
+from caraserve.lora.folder_contents import TENSORS_NAME
 from caraserve.model.linear_plan import LinearPlan, Part, interleaved_rows, part_rows
 from caraserve.model.plan import DecoderPlan, LayerPlan
 from tests.lora.folders import SPEC

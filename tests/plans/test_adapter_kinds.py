@@ -12,7 +12,8 @@ import pytest
 from caraserve.core.lora_layout import aligned_bytes
 from caraserve.errors import AdapterRejected
 from caraserve.lora import kinds
-from caraserve.lora.peft import TENSORS_NAME, inspect_adapter, specify
+from caraserve.lora.folder_contents import TENSORS_NAME
+from caraserve.lora.peft import inspect_adapter, specify
 from caraserve.lora.upload_stream import ArrivingImage
 from caraserve.lora.writers import peft_adapter
 from caraserve.model.dtype import Dtype

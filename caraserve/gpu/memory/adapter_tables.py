@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from caraserve.core.lora_layout import MAX_ROWS, SIDES, AdapterSpec
+from caraserve.core.lora_layout import MAX_ROWS, AdapterSpec
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.lora import SiteTables
 from caraserve.gpu.kernels.vocabulary import VocabularyTables
 from caraserve.model.plan import DecoderPlan
+from caraserve.model.vocabulary import SIDES
 from caraserve.util.units import align_up
 
 _SLOTS_STEP = 16
