@@ -5,9 +5,8 @@ import re
 
 from caraserve.errors import AdapterRejected
 from caraserve.lora.adapter_tensors import Piece, View
-from caraserve.lora.writers.stored_adapter import StoredAdapter, attention_of, from_modules, module_of, shape_2d
+from caraserve.lora.writers.stored_adapter import StoredAdapter, from_modules, module_of, separated_rows, shape_2d
 from caraserve.model.gguf_reader import INTERLEAVED, GgufFile
-from caraserve.model.linear_plan import interleaved_rows
 from caraserve.model.plan import Attention, DecoderPlan, Mlp
 
 _TENSOR = re.compile(r"(?:blk\.(?P<layer>0|[1-9][0-9]{0,5})\.)?(?P<module>[a-z_]+)\.weight\.lora_(?P<tensor>[ab])")
@@ -42,7 +41,7 @@ def translated(file: GgufFile, plan: DecoderPlan) -> StoredAdapter:
             shape = (columns, rows) if is_a else (rows, columns)
             module[f"lora_embedding_{half}"] = View(shape, (Piece(stored, transposed=is_a),))
         else:
-            order = _order(file, match, (rows, columns), plan)
+            order = _order(file, match, rows, plan)
             module[f"lora_{half}.weight"] = View((rows, columns), (Piece(stored, rows=order),))
     scales = {name: alpha / _rank(tensors) if alpha else 1.0 for name, tensors in modules.items()}
     return from_modules(file, modules, scales)
@@ -77,16 +76,12 @@ def _name(file: GgufFile, stored: str, match: re.Match[str], plan: DecoderPlan) 
     return module_of(plan, layer, body, role)
 
 
-def _order(file: GgufFile, match: re.Match[str], shape: tuple[int, int], plan: DecoderPlan) -> tuple[int, ...] | None:
+def _order(file: GgufFile, match: re.Match[str], rows: int, plan: DecoderPlan) -> tuple[int, ...] | None:
     """Returns the rows of B in Hugging Face's order, None if they are stored so."""
-    attention = attention_of(plan, int(match["layer"] or 0))
-    is_moved = match["tensor"] == "b" and match["module"] in ("attn_q", "attn_k")
-    if not is_moved or attention is None or str(file.metadata.get("general.architecture")) not in INTERLEAVED:
+    if match["tensor"] != "b" or str(file.metadata.get("general.architecture")) not in INTERLEAVED:
         return None
-    heads = attention.heads if match["module"] == "attn_q" else attention.kv_heads
-    if shape[0] != heads * attention.head_dim:  # which is refused later
-        return None
-    return interleaved_rows(heads, attention.head_dim, attention.head_dim)
+    _, role = _MODULES.get(match["module"], (None, ""))
+    return separated_rows(plan, int(match["layer"] or 0), role, rows)
 
 
 def _rank(tensors: dict[str, View]) -> int:

@@ -6,8 +6,7 @@ import re
 from caraserve.errors import AdapterRejected
 from caraserve.lora.adapter_tensors import Piece, TensorSource, View
 from caraserve.lora.peft_fields import Fields, shown
-from caraserve.lora.writers.stored_adapter import StoredAdapter, attention_of, from_modules, module_of, shape_2d
-from caraserve.model.linear_plan import interleaved_rows
+from caraserve.lora.writers.stored_adapter import StoredAdapter, from_modules, module_of, separated_rows, shape_2d
 from caraserve.model.plan import Attention, DecoderPlan, Mlp
 
 _TENSOR = re.compile(
@@ -36,12 +35,8 @@ def translated(fields: Fields, file: TensorSource, plan: DecoderPlan) -> StoredA
         if match is None or name is None:
             raise AdapterRejected(f"tensor {ascii(stored)[:200]} is not LoRA A or B of a module of the base model")
         shape = shape_2d(file, stored)
-        attention = attention_of(plan, layer)
-        rows = None
-        if match["tensor"] == "lora_B" and match["module"] in ("wq", "wk") and attention is not None:
-            heads = attention.heads if match["module"] == "wq" else attention.kv_heads
-            if shape[0] == heads * attention.head_dim:  # else its shape is refused later
-                rows = interleaved_rows(heads, attention.head_dim, attention.head_dim)
+        role = _MODULES[match["module"]][1]
+        rows = separated_rows(plan, layer, role, shape[0]) if match["tensor"] == "lora_B" else None
         modules.setdefault(name, {})[f"{match['tensor']}.weight"] = View(shape, (Piece(stored, rows=rows),))
     return from_modules(file, modules, dict.fromkeys(modules, scale))
 

@@ -9,6 +9,7 @@ from caraserve.errors import AdapterRejected
 from caraserve.lora.adapter_tensors import AdapterTensors, TensorSource, View
 from caraserve.lora.peft_fields import Fields
 from caraserve.lora.tensor_names import peft_name
+from caraserve.model.linear_plan import interleaved_rows
 from caraserve.model.plan import Attention, DecoderPlan, Mlp
 
 
@@ -49,9 +50,15 @@ def from_modules(
     return StoredAdapter(config | fields, AdapterTensors(file, views))
 
 
-def attention_of(plan: DecoderPlan, layer: int) -> Attention | None:
-    """Returns the attention of a layer, None if there is no such layer or attention."""
-    return plan.layers[layer].attention if layer < len(plan.layers) else None
+def separated_rows(plan: DecoderPlan, layer: int, role: str, outputs: int) -> tuple[int, ...] | None:
+    """Returns the rows of B in Hugging Face's order, for a file with q's and k's in the order in which neighbours are
+    rotated together. None for other roles, and for more or fewer rows than the attention's, which is refused later."""
+    attention = plan.layers[layer].attention if layer < len(plan.layers) else None
+    if role not in ("q", "k") or attention is None:
+        return None
+    heads = attention.heads if role == "q" else attention.kv_heads
+    is_whole = outputs == heads * attention.head_dim
+    return interleaved_rows(heads, attention.head_dim, attention.head_dim) if is_whole else None
 
 
 def module_of(plan: DecoderPlan, layer: int, body: type[Attention | Mlp], roles: str) -> str | None:
