@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from caraserve.errors import AdapterRejected
+from caraserve.lora.folder_bytes import read_bytes
 from caraserve.lora.folder_contents import ADDED_TOKENS_NAME, TEMPLATE_NAME, TOKENIZER_CONFIG_NAME, TOKENIZER_NAME
-from caraserve.model.opened_file import TensorFileError, open_regular
 from caraserve.util.text import is_text
 
 MAX_TEXT_BYTES = 4 << 20  # of a file; a tokenizer_config.json with 1,000 added tokens has 200 KiB
@@ -79,14 +79,6 @@ def _read(path: Path, most: int = MAX_TEXT_BYTES, *, is_start: bool = False) -> 
     if not os.path.lexists(path):
         return None
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            data = file.read(most if is_start else most + 1)
-        if len(data) > most:
-            raise AdapterRejected(f"{path.name} is larger than {most} bytes")
-        return data.decode(errors="ignore" if is_start else "strict")
-    except TensorFileError as error:
-        raise AdapterRejected(str(error)) from None
-    except OSError as error:
-        raise AdapterRejected(f"{path.name} cannot be read: {error.strerror}") from None
+        return read_bytes(path, most, is_start=is_start).decode(errors="ignore" if is_start else "strict")
     except UnicodeDecodeError:
         raise AdapterRejected(f"{path.name} is not UTF-8") from None

@@ -7,7 +7,6 @@ Nothing from the file is executed here. The tensors say which modules were adapt
 """
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,12 @@ from typing import Any
 from caraserve.core.adapter_facts import MAX_BASE_NAME
 from caraserve.core.adapter_rules import MAX_INVOCATION_TOKENS, are_invocation_tokens
 from caraserve.errors import AdapterRejected
+from caraserve.lora.folder_bytes import read_bytes
 from caraserve.lora.joined_modules import other_names
 from caraserve.lora.kinds import AdapterKind, kind_of
 from caraserve.lora.peft_fields import CONFIG_NAME, Fields, name_ends, refusal, shown
 from caraserve.lora.score_heads import HEAD_FIELDS, HEADS, HeadSettings, read_settings
 from caraserve.lora.target_patterns import matched
-from caraserve.model.opened_file import TensorFileError, open_regular
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.vocabulary import vocabulary_targets
 
@@ -106,11 +105,6 @@ class PeftConfig:
         return self.targets is not None and self.excluded is not None and self.covers(layer, module)
 
 
-def read_config(folder: Path, plan: DecoderPlan) -> PeftConfig:
-    """Reads `adapter_config.json`. Raises AdapterRejected naming the field."""
-    return parse_config(load_fields(folder / CONFIG_NAME), plan)
-
-
 def parse_config(fields: Fields, plan: DecoderPlan) -> PeftConfig:
     """Reads the fields of a configuration. Raises AdapterRejected naming the field."""
     kind = kind_of(fields)
@@ -140,16 +134,7 @@ def parse_config(fields: Fields, plan: DecoderPlan) -> PeftConfig:
 def load_fields(path: Path) -> dict[str, Any]:
     """Reads a file with a JSON object. Raises AdapterRejected."""
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            text = file.read(_MAX_CONFIG_BYTES + 1)
-    except TensorFileError as error:
-        raise AdapterRejected(str(error)) from None
-    except OSError as error:
-        raise AdapterRejected(f"{path.name} cannot be read: {error.strerror}") from None
-    if len(text) > _MAX_CONFIG_BYTES:
-        raise AdapterRejected(f"{path.name} is larger than {_MAX_CONFIG_BYTES} bytes")
-    try:
-        fields = json.loads(text)
+        fields = json.loads(read_bytes(path, _MAX_CONFIG_BYTES))
     except (ValueError, RecursionError):
         raise AdapterRejected(f"{path.name} is not valid JSON") from None
     if not isinstance(fields, dict):
