@@ -44,6 +44,7 @@ class FoundTensors:
     vocabulary: dict[str, dict[str, str]] = field(default_factory=dict)  # likewise, of the embedding and the head
     copies: list[BaseCopy] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)  # of score heads
 
     @property
     def notes(self) -> list[str]:
@@ -60,11 +61,16 @@ def find_tensors(
     TensorFileError."""
     found, adapters = FoundTensors(), set[str]()
     known: set[str] = set(plan.adapter_modules)
-    shared = {f"base_model.{one}": one for one in kind.shared}
-    for name in (name for name in file.names if not is_of_head(name)):
+    shared, found_shared = {f"base_model.{one}": one for one in kind.shared}, dict[str, str]()
+    for name in file.names:
         if name in shared:
+            found_shared[shared[name]] = name
             continue
-        match = kind.tensor_name.fullmatch(normalised(name))
+        own = normalised(name)
+        if is_of_head(own):
+            found.heads.append(name)
+            continue
+        match = kind.tensor_name.fullmatch(own)
         if match is not None and match["module"] not in known and len(known) == len(plan.adapter_modules):
             known |= other_names(plan).keys()
         if match is None or match["module"] not in known:
@@ -79,7 +85,7 @@ def find_tensors(
         if len(adapters) > 1:
             raise AdapterRejected(f"tensor {name} belongs to another adapter than those before it")
     for tensors in found.modules.values():
-        tensors |= {one: name for name, one in shared.items() if name in file.names}
+        tensors |= found_shared
     return found
 
 
@@ -92,10 +98,11 @@ def _sort_other(
     base: BaseTensors | None,
 ) -> None:
     """Sorts a tensor that is of no module."""
-    if is_ignored(normalised(name), plan):
+    own = normalised(name)
+    if is_ignored(own, plan):
         found.ignored.append(name)
         return
-    if (place := vocabulary_tensor(normalised(name), plan)) is not None:
+    if (place := vocabulary_tensor(own, plan)) is not None:
         module, tensor = place
         if (other := found.vocabulary.setdefault(module, {}).setdefault(tensor, name)) != name:
             raise AdapterRejected(f"tensor {name} and {other} are the same module's")
@@ -104,7 +111,7 @@ def _sort_other(
     if saved is not None and base is not None and (copy := base_copy(saved, file, base)) is not None:
         found.copies.append(copy)
         return
-    match = kind.tensor_name.fullmatch(normalised(name))
+    match = kind.tensor_name.fullmatch(own)
     if match is not None and _is_past_the_last_layer(match["module"], plan):
         raise AdapterRejected(f"tensor {name}: the base model has only {len(plan.layers)} layers")
     known = ", ".join((*plan.targets, *vocabulary_targets(plan).values()))

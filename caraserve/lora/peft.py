@@ -347,7 +347,7 @@ def _layout(
     changes = [one.change for one in vocabulary]
     has_vectors = isinstance(config.kind, KindWithVectors)
     spec = AdapterSpec.of(plan, dtype, sizes, invocation=config.invocation, vocabulary=changes, has_vectors=has_vectors)
-    tensor = head_tensor(tuple(file.names), config.head)
+    tensor = head_tensor(found.heads, config.head)
     head = None if tensor is None else head_layout(file, tensor, config.head, plan)
     spec = replace(spec, head=head, trained_on=config.trained_on)
     notes = *config.notes, *found.notes

@@ -71,13 +71,13 @@ def _class_names(id2label: object) -> tuple[str, ...] | None:
 
 
 def is_of_head(name: str) -> bool:
-    """Returns whether a tensor is that of a score head, trained or not."""
-    return _TENSOR.fullmatch(normalised(name)) is not None or normalised(name) == _UNTRAINED
+    """Returns whether a normalised name is that of a score head's tensor, trained or not."""
+    return _TENSOR.fullmatch(name) is not None or name == _UNTRAINED
 
 
 def head_tensor(names: Sequence[str], settings: HeadSettings) -> str | None:
-    """Returns the tensor of the head among those of a file, or None. Raises AdapterRejected if it does not go with the
-    task."""
+    """Returns the tensor of the trained head among those of score heads, or None. Raises AdapterRejected if it does not
+    go with the task."""
     found = [name for name in names if _TENSOR.fullmatch(normalised(name))]
     if len(found) > 1:
         raise AdapterRejected(f"tensors {found[0]} and {found[1]} are the same head's")
