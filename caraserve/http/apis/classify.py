@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from caraserve.core.score_head import ScoreHead
 from caraserve.errors import AdapterBusy
 from caraserve.http.access.adapter_choice import AdapterFinder
-from caraserve.http.api_request import AnswerWriter, ApiRequest, ResponseTotals, TokenCounts
+from caraserve.http.api_request import AnswerWriter, ApiRequest, ResponseTotals
 from caraserve.http.apis.choices import OpenAiStream
 from caraserve.http.apis.completions import response_head
-from caraserve.http.apis.embeddings import EmbeddedTexts, input_prompts, prompt_usage, vector_of
+from caraserve.http.apis.embeddings import EmbeddedTexts, input_prompts, list_pieces, vector_of
 from caraserve.http.body import fields as body_fields
 from caraserve.http.body.field_types import Fields
 from caraserve.http.body.known_fields import check_fields
@@ -70,10 +70,9 @@ class ClassesWriter(OpenAiStream, AnswerWriter):
     async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
         for answer in answers:
             head_of(answer)  # before the first byte
-        return await response_of(self._pieces(answers, totals.tokens))
+        return await response_of(list_pieces(self._head, self._entries(answers), totals.tokens))
 
-    def _pieces(self, answers: Sequence[WholeAnswer], tokens: TokenCounts) -> Iterator[bytes]:
-        yield orjson.dumps(self._head)[:-1] + b',"data":['
+    def _entries(self, answers: Sequence[WholeAnswer]) -> Iterator[bytes]:
         for index, answer in enumerate(answers):
             scores, classes = class_scores(answer, uses_activation=self._uses_activation), head_of(answer).classes
             entry = {
@@ -82,5 +81,4 @@ class ClassesWriter(OpenAiStream, AnswerWriter):
                 "probs": scores,
                 "num_classes": len(classes),
             }
-            yield (b"," if index else b"") + orjson.dumps(entry, option=orjson.OPT_SERIALIZE_NUMPY)
-        yield b'],"usage":%b}' % orjson.dumps(prompt_usage(tokens))
+            yield orjson.dumps(entry, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -9,7 +9,7 @@ import asyncio
 import base64
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -218,6 +218,14 @@ def prompt_usage(tokens: TokenCounts) -> dict[str, int]:
     return {"prompt_tokens": tokens.prompt, "completion_tokens": 0, "total_tokens": tokens.prompt}
 
 
+def list_pieces(head: dict[str, Any], entries: Iterable[bytes], tokens: TokenCounts) -> Iterator[bytes]:
+    """Yields an answer in pieces: its first fields, `data` with entries that are JSON, and `usage`."""
+    yield orjson.dumps(head)[:-1] + b',"data":['
+    for index, entry in enumerate(entries):
+        yield (b"," if index else b"") + entry
+    yield b'],"usage":%b}' % orjson.dumps(prompt_usage(tokens))
+
+
 class EmbeddingsWriter(OpenAiStream, AnswerWriter):
     """Writes the entries of `data`, one for each prompt."""
 
@@ -225,14 +233,11 @@ class EmbeddingsWriter(OpenAiStream, AnswerWriter):
         self._head, self._dimensions, self._normalize, self._in_base64 = head, dimensions, normalize, in_base64
 
     async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
-        return await response_of(self._pieces(answers, totals.tokens))
+        return await response_of(list_pieces(self._head, self._entries(answers), totals.tokens))
 
-    def _pieces(self, answers: Sequence[WholeAnswer], tokens: TokenCounts) -> Iterator[bytes]:
-        yield orjson.dumps(self._head)[:-1] + b',"data":['
+    def _entries(self, answers: Sequence[WholeAnswer]) -> Iterator[bytes]:
         for index, answer in enumerate(answers):
-            comma = b"," if index else b""
-            yield b'%b{"object":"embedding","index":%d,"embedding":%b}' % (comma, index, self._encoded(answer))
-        yield b'],"usage":%b}' % orjson.dumps(prompt_usage(tokens))
+            yield b'{"object":"embedding","index":%d,"embedding":%b}' % (index, self._encoded(answer))
 
     def _encoded(self, answer: WholeAnswer) -> bytes:
         vector = vector_of(answer, self._dimensions, normalize=self._normalize)

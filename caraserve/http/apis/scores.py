@@ -24,6 +24,7 @@ from caraserve.http.apis.embeddings import (
     EmbeddedTexts,
     NamedPrompt,
     check_count,
+    list_pieces,
     prompt_usage,
     vector_of,
 )
@@ -153,14 +154,10 @@ class ScoresWriter(OpenAiStream, AnswerWriter):
 
     async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
         scores = [score async for score in in_turns(self._scores(answers))]
-        return await response_of(self._pieces(scores, totals.tokens))
-
-    def _pieces(self, scores: Sequence[float], tokens: TokenCounts) -> Iterator[bytes]:
-        yield orjson.dumps(self._head)[:-1] + b',"data":['
-        for index, score in enumerate(scores):
-            entry = {"index": index, "object": "score", "score": score}
-            yield (b"," if index else b"") + orjson.dumps(entry)
-        yield b'],"usage":%b}' % orjson.dumps(prompt_usage(tokens))
+        entries = (
+            orjson.dumps({"index": index, "object": "score", "score": score}) for index, score in enumerate(scores)
+        )
+        return await response_of(list_pieces(self._head, entries, totals.tokens))
 
 
 class RankingWriter(OpenAiStream, AnswerWriter):
