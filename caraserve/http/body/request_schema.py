@@ -215,12 +215,15 @@ _NOT_EMBEDDED = (
     | refused(LEAVE_OUT, "late_chunking", False)
     | refused(LEAVE_OUT, "rank_fields", ["text"])
 )
+_AS_INPUT = "send the text or token ids as input"
+_NOT_INPUT = refused(_AS_INPUT, "prompt prompts inputs input_ids text texts") | refused(_AS_INPUT, "messages", [])
+_A_SCORE = "a score is the cosine similarity, or the probability of a score head; leave it out"
+_NOT_SCORED = refused(LEAVE_OUT, "activation softmax") | refused(_A_SCORE, "use_activation")
 
 EMBEDDINGS = _table(
     _EMBEDDED | served(body.INPUT, body.ENCODING_FORMAT, body.DIMENSIONS, body.NORMALIZE),
     _NOT_EMBEDDED
-    | refused("send the text or token ids as input", "prompt prompts inputs input_ids text texts")
-    | refused("send the text or token ids as input", "messages", [])
+    | _NOT_INPUT
     | refused(LEAVE_OUT, "activation softmax")
     | instead("normalize", "use_activation", True)
     | instead("dimensions", "output_dimension")
@@ -233,10 +236,7 @@ EMBEDDINGS = _table(
 
 CLASSIFY = _table(
     _EMBEDDED | served(body.INPUT, body.USE_ACTIVATION),
-    _NOT_EMBEDDED
-    | refused("send the text or token ids as input", "prompt prompts inputs input_ids text texts")
-    | refused("send the text or token ids as input", "messages", [])
-    | instead("use_activation", "activation softmax", True),
+    _NOT_EMBEDDED | _NOT_INPUT | instead("use_activation", "activation softmax", True),
     _IGNORED,
 )
 
@@ -247,18 +247,13 @@ SCORE = _table(
     | instead("text_2", "data_2")
     | instead("queries", "query")
     | instead("documents", "items")
-    | refused(LEAVE_OUT, "activation softmax")
-    | refused("a score is the cosine similarity, or the probability of a score head; leave it out", "use_activation"),
+    | _NOT_SCORED,
     _IGNORED,
 )
 
 RERANK = _table(
     _EMBEDDED | served(body.QUERY, body.DOCUMENTS, body.TOP_N, body.RETURN_DOCUMENTS),
-    _NOT_EMBEDDED
-    | instead("documents", "texts passages")
-    | instead("top_n", "top_k")
-    | refused(LEAVE_OUT, "activation softmax")
-    | refused("a score is the cosine similarity, or the probability of a score head; leave it out", "use_activation"),
+    _NOT_EMBEDDED | instead("documents", "texts passages") | instead("top_n", "top_k") | _NOT_SCORED,
     _IGNORED,
 )
 
