@@ -14,14 +14,13 @@ from caraserve.lora.adapter_tensors import AdapterTensors
 from caraserve.lora.base_copies import BaseCopy, base_copy
 from caraserve.lora.joined_modules import NamedModule, NamedUpdate, joined, other_names
 from caraserve.lora.kinds import AdapterKind
-from caraserve.lora.peft_config import PeftConfig
+from caraserve.lora.peft_config import PeftConfig, target_names
 from caraserve.lora.peft_fields import refusal
 from caraserve.lora.score_heads import is_of_head
 from caraserve.lora.tensor_names import is_ignored, normalised, saved_tensor
 from caraserve.lora.vocabulary import vocabulary_tensor
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.vocabulary import vocabulary_targets
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,5})(?=\.)")
 
@@ -114,7 +113,7 @@ def _sort_other(
     match = kind.tensor_name.fullmatch(own)
     if match is not None and _is_past_the_last_layer(match["module"], plan):
         raise AdapterRejected(f"tensor {name}: the base model has only {len(plan.layers)} layers")
-    known = ", ".join((*plan.targets, *vocabulary_targets(plan).values()))
+    known = ", ".join(target_names(plan))
     raise AdapterRejected(f"tensor {ascii(name)[:200]} is not {kind.what} of one of {known}")
 
 

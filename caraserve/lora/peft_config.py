@@ -8,6 +8,7 @@ Nothing from the file is executed here. The tensors say which modules were adapt
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ class PeftConfig:
 
     def is_known_to(self, plan: DecoderPlan) -> bool:
         """Returns whether all names that are targeted are those of modules in the base model."""
-        known = {*plan.targets, *vocabulary_targets(plan).values()}
+        known = target_names(plan)
         return self.targets is None or all(name.split(".")[-1] in known for name in self.targets)
 
     def check_patterns(self, modules: tuple[str, ...]) -> None:
@@ -105,6 +106,11 @@ class PeftConfig:
         return self.targets is not None and self.excluded is not None and self.covers(layer, module)
 
 
+def target_names(plan: DecoderPlan) -> tuple[str, ...]:
+    """Returns the names by which adapters target the base model's modules, its embedding and its head."""
+    return *plan.targets, *vocabulary_targets(plan).values()
+
+
 def parse_config(fields: Fields, plan: DecoderPlan) -> PeftConfig:
     """Reads the fields of a configuration. Raises AdapterRejected naming the field."""
     kind = kind_of(fields)
@@ -112,12 +118,13 @@ def parse_config(fields: Fields, plan: DecoderPlan) -> PeftConfig:
     _check_layers_pattern(fields.get("layers_pattern"), plan)
     head = read_settings(fields)
     notes = [f"{CONFIG_NAME}: {field} is left out" for field in sorted(_FOREIGN & fields.keys()) if fields[field]]
-    if foreign := _foreign_targets(fields.get("target_modules"), plan):
+    foreign = _foreign_targets(fields.get("target_modules"), plan)
+    if foreign:
         some = ", ".join(shown(name) for name in foreign[:_SHOWN])
         notes.append(f"{CONFIG_NAME}: target_modules has {some}, which the base model lacks")
     return PeftConfig(
         kind=kind(fields, plan),
-        targets=_targets(fields.get("target_modules"), _parameters(fields, kind, plan), plan),
+        targets=_targets(fields.get("target_modules"), foreign, _parameters(fields, kind, plan), plan),
         excluded=_excluded(fields.get("exclude_modules")),
         target_pattern=_pattern(fields.get("target_modules")),
         excluded_pattern=_pattern(fields.get("exclude_modules")),
@@ -194,7 +201,10 @@ def _parameters(fields: Fields, kind: type[AdapterKind], plan: DecoderPlan) -> f
     return modules
 
 
-def _targets(value: Any, parameters: frozenset[str], plan: DecoderPlan) -> frozenset[str] | None:
+def _targets(
+    value: Any, foreign: Sequence[str], parameters: frozenset[str], plan: DecoderPlan
+) -> frozenset[str] | None:
+    """`foreign`: the names in the list that no module of the base model has."""
     if parameters and not value:
         return parameters
     if value == "all-linear":
@@ -203,16 +213,16 @@ def _targets(value: Any, parameters: frozenset[str], plan: DecoderPlan) -> froze
         return None
     if not value or not _are_names(value):
         raise refusal("target_modules", "must be a list of module names, or a pattern")
-    foreign = _foreign_targets(value, plan)
     if len(foreign) == len(value):
-        known = ", ".join((*plan.targets, *vocabulary_targets(plan).values()))
-        raise refusal("target_modules", f"has {shown(foreign[0])}; supported modules are {known}")
+        raise refusal(
+            "target_modules", f"has {shown(foreign[0])}; supported modules are {', '.join(target_names(plan))}"
+        )
     return frozenset(value) | parameters
 
 
 def _foreign_targets(value: Any, plan: DecoderPlan) -> list[str]:
     """Returns the names in a list of targets that no module of the base model has."""
-    ours = {*plan.targets, *vocabulary_targets(plan).values()}
+    ours = target_names(plan)
     if not _are_names(value) or all(name.split(".")[-1] in ours for name in value):
         return []
     known = {*ours, *(name.rpartition(".")[2] for name in other_names(plan))}
