@@ -346,8 +346,9 @@ def _adapters(plan: DecoderPlan | None, model: ModelConfig, lora: LoraConfig) ->
     """Checks the names of adapters, and files of --lora-modules but their weights. Raises ConfigError or OSError."""
     check_paths(model, lora)
     check_names(model, lora, base_names(model))
-    for module in lora.lora_modules if plan is not None else ():
-        if why := _why_refused(module.path, plan, model, lora):
+    why_refused = _refusals(plan, model, lora)
+    for module in lora.lora_modules:
+        if why := why_refused(module.path):
             raise ConfigError(f"adapter {module.name!r} at {module.path}: {why}")
     return f"{len(lora.lora_modules) + len(_found(lora))} named or found; their weights are checked at the start"
 
@@ -365,7 +366,8 @@ def _left_out(plan: DecoderPlan | None, model: ModelConfig, lora: LoraConfig) ->
         folders = _found(lora)
     except ConfigError:  # the line before says it
         return
-    reasons = [(path, why_not_adapter(path) or _why_refused(path, plan, model, lora)) for path in folders]
+    why_refused = _refusals(plan, model, lora)
+    reasons = [(path, why_not_adapter(path) or why_refused(path)) for path in folders]
     refused = [(path, why) for path, why in reasons if why]
     if refused:
         path, why = refused[0]
@@ -373,20 +375,25 @@ def _left_out(plan: DecoderPlan | None, model: ModelConfig, lora: LoraConfig) ->
         yield Finding("left out", "warning", found, "the log of the start names all" if len(refused) > 1 else "")
 
 
-def _why_refused(path: Path, plan: DecoderPlan | None, model: ModelConfig, lora: LoraConfig) -> str:
-    """Returns why an adapter cannot be served, as its configuration and its tensors' shapes show; "" otherwise."""
+def _refusals(plan: DecoderPlan | None, model: ModelConfig, lora: LoraConfig) -> Callable[[Path], str]:
+    """Returns a function that says why an adapter cannot be served, as its configuration and its tensors' shapes show;
+    "" if it can be, or without a plan."""
     if plan is None or model.model is None:
-        return ""
+        return lambda path: ""
     base = None if model.load_format == "dummy" else BaseTensors(model.model, plan)
-    try:
-        spec = check_layout(path, plan, base)
-    except CaraServeError as error:
-        return error.message
-    except OSError as error:
-        return f"it cannot be read: {error.strerror}"
     served = ServedBase(served_names(model, base_names(model)), requires_name=lora.require_base_name)
-    refusal = above_max_rank(spec.rank, lora.max_lora_rank) or served.refusal(spec.trained_on)
-    return "" if refusal is None else refusal.message
+
+    def why_refused(path: Path) -> str:
+        try:
+            spec = check_layout(path, plan, base)
+        except CaraServeError as error:
+            return error.message
+        except OSError as error:
+            return f"it cannot be read: {error.strerror}"
+        refusal = above_max_rank(spec.rank, lora.max_lora_rank) or served.refusal(spec.trained_on)
+        return "" if refusal is None else refusal.message
+
+    return why_refused
 
 
 # --- facts ---
