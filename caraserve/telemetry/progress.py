@@ -10,7 +10,7 @@ from rich.progress import Progress
 
 log = logging.getLogger(__name__)
 
-_FUNCTIONS = 95  # about as many as a first start compiles; for display only
+_FUNCTIONS = 128  # about as many as a first start compiles; for display only
 _LOG_S = 2.0  # between log lines
 
 
