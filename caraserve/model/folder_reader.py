@@ -83,6 +83,10 @@ class FolderReader:
             file, name = self._file(name, shape)
             return file.codes(name, code)
 
+    def blocks(self, name: str, shape: tuple[int, ...], kind: str) -> NDArray[np.uint8]:
+        """Raises ModelLoadError: only GGUF files have blocks."""
+        raise ModelLoadError(f"{self._folder}: tensor {name} is read as {kind}, which only GGUF files have")
+
     def scales(self, module: str, outputs: int) -> NDArray[np.float32]:
         """Reads the scales of a quantised module's weights, [outputs]; the checkpoint may have one for all."""
         found = self._scales(f"{module}.weight_scale", outputs)

@@ -4,7 +4,7 @@ A backend finds its kernels for a format by the format's name (`cpu/linear/`, `g
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -21,11 +21,13 @@ class Matrix:
 
     arrays: Mapping[str, Array]
     dtype: Dtype | None = None  # of weights that are plain numbers
+    group: int = 0  # inputs with one scale, of weights that are grouped codes
+    order: tuple[int, ...] | None = None  # the input of each column, if columns are in another order than inputs
 
     def rows(self, rows: range | tuple[int, ...]) -> "Matrix":
         """Returns the weights of some outputs, in their order."""
         index = slice(rows.start, rows.stop, rows.step) if isinstance(rows, range) else list(rows)
-        return Matrix({name: array[index] for name, array in self.arrays.items()}, self.dtype)
+        return replace(self, arrays={name: array[index] for name, array in self.arrays.items()})
 
 
 class TensorReader(Protocol):
@@ -36,6 +38,9 @@ class TensorReader(Protocol):
 
     def codes(self, name: str, shape: tuple[int, ...], code: Code) -> NDArray[np.uint8]:
         """Reads codes of one byte, which must have this shape."""
+
+    def blocks(self, name: str, shape: tuple[int, ...], kind: str) -> NDArray[np.uint8]:
+        """Reads the blocks of a tensor of a GGUF file, which must have this shape and type: [..., bytes of a row]."""
 
     def scales(self, module: str, outputs: int) -> NDArray[np.float32]:
         """Reads the scale of each output; the checkpoint may have one for all."""
