@@ -413,5 +413,8 @@ class _DummyTensors:
         values = decoded(np.arange(256, dtype=np.uint8), code)
         return self._rng.choice(np.flatnonzero(np.abs(values) < 2 * _DUMMY_CODE).astype(np.uint8), shape)
 
+    def blocks(self, name: str, shape: tuple[int, ...], kind: str) -> NDArray[np.uint8]:
+        raise ModelLoadError(f"{name}: random weights are not made in the blocks of GGUF files")
+
     def scales(self, module: str, outputs: int) -> Floats:
         return np.full(outputs, _DUMMY_STD / _DUMMY_CODE, np.float32)
