@@ -123,7 +123,8 @@ def _scales(kind: GroupedCodes, group: int, matrix: Matrix) -> NDArray[np.float3
             divisor = matrix.arrays["divisor"].astype(np.float32, copy=False)
             return decoded(scale.astype(np.uint8), Code.F8_E4M3) / divisor[..., None]
         case Scale.E8M0:
-            return np.ldexp(np.ones(scale.shape, np.float32), scale.astype(np.int32) - 127)
+            powers: NDArray[np.float32] = np.ldexp(np.ones(scale.shape, np.float32), scale.astype(np.int32) - 127)
+            return powers
         case Scale.NESTED:
             above = to_float32(matrix.arrays["super_scale"], Dtype.F16)
             return np.repeat(above, SUPER_GROUP // group, axis=-1) * scale.astype(np.float32)
