@@ -14,6 +14,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, Dtype, decoded, rounded, to_float32
 from caraserve.model.formats import Matrix
 from caraserve.util.units import ceil_div
@@ -61,9 +62,17 @@ class GroupedCodes:
         return all(value - code == self.values[0] for code, value in enumerate(self.values))
 
 
+def centred(bits: int) -> tuple[float, ...]:
+    """Returns the values of unsigned codes of which the middle one stands for 0."""
+    return tuple(float(code - (1 << bits - 1)) for code in range(1 << bits))
+
+
 INTEGERS_4, INTEGERS_5, INTEGERS_8 = (tuple(float(code) for code in range(1 << bits)) for bits in (4, 5, 8))
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4 = (*_POSITIVE, *(-value for value in _POSITIVE))  # E2M1
 
-
+POWER_BIAS = 127  # of the exponents in scales of Scale.E8M0
+_LARGEST_POWER = 240  # 2^113: with it no weight overflows; 255 stands for NaN
 _SCALE_BYTES = {Scale.F32: 4, Scale.F16: 2, Scale.BF16: 2, Scale.E4M3: 1, Scale.E8M0: 1, Scale.NESTED: 1}
 
 
@@ -81,17 +90,30 @@ class GroupedFormat:
 
     def num_bytes(self, inputs: int, outputs: int, itemsize: int) -> int:
         """Returns the bytes of codes, scales and offsets."""
-        groups, bytes_of_scale = ceil_div(inputs, self.group or inputs), _SCALE_BYTES[self.kind.scale]
-        in_group = bytes_of_scale + (0 if self.kind.offset is Offset.NONE else bytes_of_scale)
-        if self.kind.offset is Offset.ZERO:
-            in_group = bytes_of_scale + 1
-        above = 2 if self.kind.offset is Offset.NESTED else 1 if self.kind.scale is Scale.NESTED else 0
-        return outputs * (ceil_div(inputs * self.kind.bits, 8) + groups * in_group + 2 * above * inputs // SUPER_GROUP)
+        groups, supers = ceil_div(inputs, self.group or inputs), ceil_div(inputs, SUPER_GROUP)
+        scale_bytes = _SCALE_BYTES[self.kind.scale]
+        match self.kind.offset:
+            case Offset.NONE:
+                offset_bytes = 0
+            case Offset.ADDED:
+                offset_bytes = scale_bytes
+            case Offset.ZERO | Offset.NESTED:
+                offset_bytes = 1
+        above = 2 * supers * ((self.kind.scale is Scale.NESTED) + (self.kind.offset is Offset.NESTED))
+        divisor = 4 if self.kind.scale is Scale.E4M3 else 0
+        return outputs * (
+            ceil_div(inputs * self.kind.bits, 8) + groups * (scale_bytes + offset_bytes) + above + divisor
+        )
 
 
-def centred(bits: int) -> tuple[float, ...]:
-    """Returns the values of unsigned codes of which the middle one stands for 0."""
-    return tuple(float(code - (1 << bits - 1)) for code in range(1 << bits))
+def check_powers(tensor: str, powers: NDArray[np.generic]) -> None:
+    """Raises ModelLoadError for scales of `Scale.E8M0` with which weights could be too large."""
+    largest = int(powers.max(initial=0))
+    if largest > _LARGEST_POWER:
+        raise ModelLoadError(
+            f"{tensor} has a scale of {largest}; scales up to {_LARGEST_POWER} (2^{_LARGEST_POWER - POWER_BIAS}) "
+            "are computed"
+        )
 
 
 def values_of(kind: GroupedCodes, matrix: Matrix) -> NDArray[np.float32]:
@@ -123,7 +145,9 @@ def _scales(kind: GroupedCodes, group: int, matrix: Matrix) -> NDArray[np.float3
             divisor = matrix.arrays["divisor"].astype(np.float32, copy=False)
             return decoded(scale.astype(np.uint8), Code.F8_E4M3) / divisor[..., None]
         case Scale.E8M0:
-            powers: NDArray[np.float32] = np.ldexp(np.ones(scale.shape, np.float32), scale.astype(np.int32) - 127)
+            powers: NDArray[np.float32] = np.ldexp(
+                np.ones(scale.shape, np.float32), scale.astype(np.int32) - POWER_BIAS
+            )
             return powers
         case Scale.NESTED:
             above = to_float32(matrix.arrays["super_scale"], Dtype.F16)
