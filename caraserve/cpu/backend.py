@@ -90,7 +90,8 @@ class CpuBackend:
         self._cache = self._make_cache()
         tokens = max(sizes.max_step_tokens, sizes.num_slots)
         outputs = tokens + sizes.num_slots  # every token scored, every row sampled
-        self._buffers = Buffers(plan, tokens, outputs, sizes.threads, sizes.host_bytes, sizes.lora_cpus)
+        host, prepared = sizes.host_bytes, loaded.prepared_bytes
+        self._buffers = Buffers(plan, tokens, outputs, sizes.threads, host, sizes.lora_cpus, prepared)
         self.host_memory = self._buffers.host_memory
         self._lora = self._buffers.lora_record(self._adapters.addresses())
         self.workers = WorkerPool(

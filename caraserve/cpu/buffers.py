@@ -34,11 +34,15 @@ class Buffers:
         threads: int,
         host_bytes: int,
         lora_cpus: Sequence[int],
+        prepared_bytes: int = 0,
     ) -> None:
-        """`host_bytes`: size of the host cache. `lora_cpus`: a core for each LoRA worker."""
+        """`host_bytes`: size of the host cache. `lora_cpus`: a core for each LoRA worker. `prepared_bytes`: of the
+        widest prepared row."""
         self._arrays: list[NDArray[np.uint8]] = []
         self._plan, self._hidden_pad = plan, align_up(plan.hidden, PANEL)
         self._tokens, self._threads, self._workers = tokens, threads, len(lora_cpus)
+        self._prepared_rows = max(outputs, tokens * max((one.top_k for one in plan.moes), default=1))
+        self._prepared_bytes = prepared_bytes
         self.block_bytes = align_up(block_bytes(tokens), PAGE_BYTES)
         widest = max(group.width(PANEL) for layer in plan.layers for group in layer.groups)
         shared = {"normed": 4 * outputs * self._hidden_pad, "projected": 4 * tokens * widest}
@@ -135,6 +139,8 @@ class Buffers:
             decoder_layer=decoder_layer.address,
             scratch=self._zeros(scratch * self._threads),
             scratch_bytes=scratch,
+            prepared=self._zeros(self._prepared_rows * self._prepared_bytes),
+            prepared_bytes=self._prepared_bytes,
             barrier=self._zeros(128),
             counters=self._zeros(8 * len(plan.layers)),
             **self._for_experts(),

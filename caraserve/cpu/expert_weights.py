@@ -1,6 +1,7 @@
 """Loads the experts of a layer: a SITE record for each matrix of each expert, from tensors of one expert or of all."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,4 +61,4 @@ class _Tensors:
         if one.tensor not in self._stacked:
             self._stacked[one.tensor] = one.format.read_stacked(self._read, one.tensor, (self._experts, *shape))
         of_all = self._stacked[one.tensor]
-        return Matrix({name: array[expert] for name, array in of_all.arrays.items()}, of_all.dtype)
+        return replace(of_all, arrays={name: array[expert] for name, array in of_all.arrays.items()})

@@ -9,10 +9,11 @@ which its experts are added up are the same in any batch and with any team.
 import numpy as np
 
 from caraserve.core.lora_layout import PANEL
-from caraserve.cpu.forward import meet, project_panels
+from caraserve.cpu.barrier import meet
 from caraserve.cpu.jit import compiled_separately, kernel
 from caraserve.cpu.kernels import STORE
 from caraserve.cpu.layers import activate, sigmoid
+from caraserve.cpu.products import prepare_rows, project_panels
 from caraserve.cpu.simd import (
     LANES,
     fetch_add,
@@ -46,7 +47,7 @@ from caraserve.cpu.structs import (
 )
 
 _SITE_BYTES = np.int64(SITE.itemsize)
-_SITES = np.int64(3)  # of an expert: gate, up, down
+_GATE, _DOWN, _SITES = (np.int64(number) for number in (0, 2, 3))  # of an expert: gate, up, down
 _NONE, _SMALLEST = np.float32(-np.inf), np.float32(1e-20)  # of a sum of sigmoids, which may all be 0
 COUNTER_BYTES = 64  # a cache line for each counter of ROUTED
 
@@ -211,23 +212,32 @@ def _expert_site(moe, expert, which):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _gate_up(moe, routed, stride, expert, panel):  # type: ignore[no-untyped-def]
+def _prepare(moe, buffers, expert, first, end, x, row):  # type: ignore[no-untyped-def]
+    """Prepares what row number `row` reads, x, for the sites [first, end) of an expert."""
+    stride = buffers.prepared_bytes
+    prepare_rows(_expert_site(moe, expert, first), end - first, x, 0, 1, buffers.prepared + row * stride, stride)
+
+
+@kernel
+def _gate_up(moe, buffers, routed, stride, expert, panel):  # type: ignore[no-untyped-def]
     """Computes a panel of an expert's gate and up, and its activation, for the rows of the expert."""
     own, first = mlp_at(moe.own), word(routed.first, expert)
     rows, row_bytes = word(routed.first, expert + 1) - first, 2 * own.up
     x, y = routed.rows + first * stride, routed.inner + first * row_bytes
-    project_panels(_expert_site(moe, expert, 0), x, stride, rows, panel, panel + 1, y + own.gate, row_bytes, STORE)
-    project_panels(_expert_site(moe, expert, 1), x, stride, rows, panel, panel + 1, y + own.up, row_bytes, STORE)
+    read = x, stride, buffers.prepared + first * buffers.prepared_bytes, buffers.prepared_bytes, rows
+    project_panels(_expert_site(moe, expert, 0), *read, panel, panel + 1, y + own.gate, row_bytes, STORE)
+    project_panels(_expert_site(moe, expert, 1), *read, panel, panel + 1, y + own.up, row_bytes, STORE)
     activate(own, y, row_bytes, rows, panel)
 
 
 @kernel
-def _down(moe, routed, stride, expert, panel):  # type: ignore[no-untyped-def]
+def _down(moe, buffers, routed, stride, expert, panel):  # type: ignore[no-untyped-def]
     """Computes a panel of an expert's down in place of what its rows read."""
     own, first = mlp_at(moe.own), word(routed.first, expert)
     rows, row_bytes = word(routed.first, expert + 1) - first, 2 * own.up
     x, y = routed.inner + first * row_bytes + own.gate, routed.rows + first * stride
-    project_panels(_expert_site(moe, expert, 2), x, row_bytes, rows, panel, panel + 1, y, stride, STORE)
+    read = x, row_bytes, buffers.prepared + first * buffers.prepared_bytes, buffers.prepared_bytes, rows
+    project_panels(_expert_site(moe, expert, 2), *read, panel, panel + 1, y, stride, STORE)
 
 
 @kernel
@@ -250,18 +260,27 @@ def mix(thread, team, model_address, buffers_address, batch_address, body_addres
     routed, stride = routed_at(buffers.routed), 4 * width
     for token in range(thread, batch.tokens, team):
         for pair in range(token * moe.top_k, (token + 1) * moe.top_k):
-            _copy(buffers.normed + token * stride, width, routed.rows + stride * word(routed.row, pair))
+            row, x = word(routed.row, pair), buffers.normed + token * stride
+            _copy(x, width, routed.rows + stride * row)
+            _prepare(moe, buffers, word(routed.chosen, pair), _GATE, _DOWN, x, row)
     meet(buffers.barrier, team)
     active, panels = word(routed.counters, 0), mlp_at(moe.own).panels
     item = fetch_add(routed.counters + COUNTER_BYTES, 1)
     while item < active * panels:
-        _gate_up(moe, routed, stride, word(routed.active, item // panels), item % panels)
+        _gate_up(moe, buffers, routed, stride, word(routed.active, item // panels), item % panels)
         item = fetch_add(routed.counters + COUNTER_BYTES, 1)
     meet(buffers.barrier, team)
+    if moe.prepares_down:
+        own = mlp_at(moe.own)
+        for pair in range(thread, batch.tokens * moe.top_k, team):
+            row = word(routed.row, pair)
+            x = routed.inner + row * 2 * own.up + own.gate
+            _prepare(moe, buffers, word(routed.chosen, pair), _DOWN, _SITES, x, row)
+        meet(buffers.barrier, team)
     panels = width // PANEL
     item = fetch_add(routed.counters + 2 * COUNTER_BYTES, 1)
     while item < active * panels:
-        _down(moe, routed, stride, word(routed.active, item // panels), item % panels)
+        _down(moe, buffers, routed, stride, word(routed.active, item // panels), item % panels)
         item = fetch_add(routed.counters + 2 * COUNTER_BYTES, 1)
     meet(buffers.barrier, team)
     for token in range(thread, batch.tokens, team):

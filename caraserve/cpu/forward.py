@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from caraserve.core.lora_layout import PANEL
 from caraserve.core.outputs import NOT_FINITE, SAMPLE_MASKED, SCORE
 from caraserve.cpu.attention import rotate_and_append
+from caraserve.cpu.barrier import meet
 from caraserve.cpu.jit import compiled_separately, entry, kernel
 from caraserve.cpu.kernels import ADD, RANK_GROUP, STORE
 from caraserve.cpu.layers import (
     activate,
-    add_bias,
     add_scaled,
     add_vector,
     apply_vectors,
@@ -36,8 +36,9 @@ from caraserve.cpu.layers import (
 )
 from caraserve.cpu.libc import sched_yield
 from caraserve.cpu.lora_workers.compute_side import DEVICE, host_entry, note_workers, source_of, stamp
+from caraserve.cpu.products import prepare_rows, project_panels, wants_prepared
 from caraserve.cpu.sampling import all_finite, best_tokens, choose, log_sum_exp, rank_of
-from caraserve.cpu.simd import fetch_add, load_acquire, spin_pause, store_release
+from caraserve.cpu.simd import load_acquire, store_release
 from caraserve.cpu.structs import (
     ATTENTION,
     BLOCK,
@@ -72,26 +73,6 @@ LORA_ENTRY_BYTES, _LAYER_BYTES, _BLOCK_BYTES = (np.int64(kind.itemsize) for kind
 _call3, _call4, _call6, _call8 = (call_by_address(count) for count in (3, 4, 6, 8))
 _call9, _call13, _call14 = (call_by_address(count) for count in (9, 13, 14))
 _SHRINK_TOKENS = 24  # tokens of one item of shrink work, so that the team shares long prompts
-_SPINS = 500  # about 12 µs of pauses before a waiting thread yields its core
-
-
-@kernel
-def meet(barrier, team):  # type: ignore[no-untyped-def]
-    """Waits until all members of the team have called. Spins, then yields: free cores may be fewer than members."""
-    if team == 1:
-        return
-    generation = load_acquire(barrier + 64)
-    if fetch_add(barrier, 1) == team - 1:
-        store_release(barrier, 0)
-        store_release(barrier + 64, generation + 1)
-        return
-    spins = 0
-    while load_acquire(barrier + 64) == generation:
-        spins += 1
-        if spins < _SPINS:
-            spin_pause()
-        else:
-            sched_yield()
 
 
 # --- LoRA ---
@@ -211,14 +192,11 @@ def _expand(thread, model, buffers, lora, batch, group, which, x, x_stride, pane
 
 
 @kernel
-def project_panels(address, x, x_stride, tokens, first, end, y, y_stride, add):  # type: ignore[no-untyped-def]
-    """Computes the output panels [first, end) of the site whose SITE record is at `address`: weight and bias."""
-    site = site_at(address)
-    for panel in range(first, end):
-        at = y + 4 * PANEL * panel
-        _call8(site.product, address, x, x_stride, tokens, panel, at, y_stride, add)
-        if site.bias != 0:
-            add_bias(at, y_stride, tokens, site.bias + 4 * panel * PANEL)
+def _prepare(thread, team, buffers, sites, count, x, x_stride, rows):  # type: ignore[no-untyped-def]
+    """Prepares the thread's part of x[rows] for `count` SITE records at `sites`."""
+    first, end = thread * rows // team, (thread + 1) * rows // team
+    stride = buffers.prepared_bytes
+    prepare_rows(sites, count, x + first * x_stride, x_stride, end - first, buffers.prepared + first * stride, stride)
 
 
 @compiled_separately(13)
@@ -230,8 +208,14 @@ def project(  # type: ignore[no-untyped-def]
     others: of the group, or of each site in a block of kind MLP."""
     model, buffers, lora = model_at(model_address), buffers_at(buffers_address), lora_at(lora_address)
     batch, group = batch_at(batch_address), group_at(group_address)
+    prepared, prepared_stride = buffers.prepared, buffers.prepared_bytes
+    sites = site_address(model, group.layer, group.first_site)
+    is_prepared = wants_prepared(sites, group.sites)
+    if is_prepared:
+        _prepare(thread, team, buffers, sites, group.sites, x, x_stride, batch.tokens)
     if batch.max_rank > 0:
         _shrink(thread, team, model, buffers, lora, batch, group, x, x_stride)
+    if is_prepared or batch.max_rank > 0:
         meet(buffers.barrier, team)
     before = np.int64(0)  # panels of the preceding sites
     for which in range(group.sites):
@@ -243,7 +227,8 @@ def project(  # type: ignore[no-untyped-def]
         out = y + site.column
         if batch.max_rank > 0 and add == ADD:
             _set_aside(buffers, lora, batch, group, which, first, end, out, y_stride)
-        project_panels(address, x, x_stride, batch.tokens, first, end, out, y_stride, add)
+        rows = batch.tokens
+        project_panels(address, x, x_stride, prepared, prepared_stride, rows, first, end, out, y_stride, add)
         if batch.max_rank > 0 and first < end:
             _expand(
                 *(thread, model, buffers, lora, batch, group, which, x, x_stride),
@@ -434,12 +419,19 @@ def _logits(thread, team, model, buffers, lora, batch, logits):  # type: ignore[
         x = buffers.hidden + word(batch.out_token, index) * stride
         _call4(buffers.normalise, model.final, x, buffers.normed + index * stride, 0)
     meet(buffers.barrier, team)
+    is_prepared = wants_prepared(model.head, 1)
+    if is_prepared:
+        _prepare(thread, team, buffers, model.head, 1, buffers.normed, stride, batch.outputs)
     if batch.vocabulary != 0:
         multiply_by_head(thread, team, model, buffers, lora, batch, buffers.normed, stride)
+    if is_prepared or batch.vocabulary != 0:
         meet(buffers.barrier, team)
     panels = model.vocab_pad // PANEL
     first, end = thread * panels // team, (thread + 1) * panels // team
-    project_panels(model.head, buffers.normed, stride, batch.outputs, first, end, logits, y_stride, STORE)
+    project_panels(
+        *(model.head, buffers.normed, stride, buffers.prepared, buffers.prepared_bytes, batch.outputs),
+        *(first, end, logits, y_stride, STORE),
+    )
     if batch.vocabulary != 0:
         change_logits(model, buffers, lora, batch, first, end, logits, y_stride)
     if model.logit_scale != np.float32(1.0) or model.logit_cap != np.float32(0.0):

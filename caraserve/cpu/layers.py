@@ -4,7 +4,6 @@ import numpy as np
 
 from caraserve.core.lora_layout import PANEL
 from caraserve.cpu.jit import compiled_separately, kernel
-from caraserve.cpu.kernels import itemsize, load_weight
 from caraserve.cpu.simd import (
     LANES,
     load_f32,
@@ -23,7 +22,8 @@ from caraserve.cpu.simd import (
     vsum,
     vtanh,
 )
-from caraserve.cpu.structs import NO_COLUMN, norm_at
+from caraserve.cpu.structs import NO_COLUMN, norm_at, site_at
+from caraserve.cpu.tiles import call_by_address
 from caraserve.model.plan import Activation
 
 # The number of each activation in an MLP_BODY record.
@@ -35,19 +35,24 @@ _SILU, _GELU_TANH, _GELU, _RELU2, _CLAMPED_SWIGLU = (
 _ERF_P = np.float32(0.3275911)
 _ERF_A = tuple(np.float32(a) for a in (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429))
 _HALF_ROOT = np.float32(0.5**0.5)
+_call3 = call_by_address(3)
 _CLAMP, _CLAMPED_SLOPE = np.float32(7.0), np.float32(1.702)
 
 
 @kernel
+def scale_row(x, width, factor):  # type: ignore[no-untyped-def]
+    """Computes `x *= factor` for x[width], a whole number of vectors."""
+    by = vsplat(factor)
+    for d in range(0, width, LANES):
+        vstore(x + 4 * d, vmul(vload(x + 4 * d), by))
+
+
+@kernel
 def embed(token, model, y):  # type: ignore[no-untyped-def]
-    """Writes the embedding of `token`, times the model's factor, to y[hidden]."""
-    dtype, hidden, scale = model.embed_dtype, model.hidden, model.embed_scale
-    size = itemsize(dtype)
-    at, step = model.embed + token * hidden * size, size
-    if model.tied:  # panels
-        at, step = model.embed + ((token // PANEL) * hidden * PANEL + token % PANEL) * size, PANEL * size
-    for d in range(hidden):
-        store_f32(y + 4 * d, load_weight(at + d * step, dtype) * scale)
+    """Writes the embedding of `token`, times the model's factor, to y[hidden], padded."""
+    _call3(site_at(model.embed).row, model.embed, token, y)
+    if model.embed_scale != np.float32(1.0):
+        scale_row(y, model.hidden_pad, model.embed_scale)
 
 
 @kernel
@@ -147,14 +152,6 @@ def rotate(head, pairs, cos, sin):  # type: ignore[no-untyped-def]
         x1, x2 = load_f32(head + 4 * d), load_f32(head + 4 * (d + pairs))
         store_f32(head + 4 * d, x1 * c - x2 * s)
         store_f32(head + 4 * (d + pairs), x2 * c + x1 * s)
-
-
-@kernel
-def scale_row(x, width, factor):  # type: ignore[no-untyped-def]
-    """Computes `x *= factor` for x[width], a whole number of vectors."""
-    by = vsplat(factor)
-    for d in range(0, width, LANES):
-        vstore(x + 4 * d, vmul(vload(x + 4 * d), by))
 
 
 # --- activations ---

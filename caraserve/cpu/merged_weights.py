@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from caraserve.core.batch import BASE_ADAPTER_SLOT
 from caraserve.core.lora_layout import MAX_RANK, PANEL, aligned_bytes
 from caraserve.cpu.adapters import DeviceAdapters
-from caraserve.cpu.forward import device_entry, meet
+from caraserve.cpu.barrier import meet
+from caraserve.cpu.forward import device_entry
 from caraserve.cpu.jit import entry, kernel
 from caraserve.cpu.kernels import STORE, itemsize, load_weight
 from caraserve.cpu.linear import kernels_of
 from caraserve.cpu.linear.base import PIECE_INPUTS
 from caraserve.cpu.simd import DTYPE_BF16, DTYPE_F16, DTYPE_F32, LANES, load_f32, store_f32, vadd, vload, weight_ops
-from caraserve.cpu.structs import ENTRY_SCALE, site_address, site_at, word
+from caraserve.cpu.structs import ENTRY_SCALE, input_at, site_address, site_at, word
 from caraserve.cpu.tiles import call_by_address
 from caraserve.cpu.weight_memory import huge_pages
 from caraserve.cpu.weights import LoadedModel
@@ -37,15 +38,16 @@ _, _store_f16 = weight_ops(DTYPE_F16)
 
 
 @kernel
-def _transpose_a(entry, k, first, rows, x):  # type: ignore[no-untyped-def]
-    """Writes `x[i, j] = scale · A[j, first + i]` for i < rows."""
+def _transpose_a(entry, site, first, rows, x):  # type: ignore[no-untyped-def]
+    """Writes `x[i, j] = scale · A[j, input]` for i < rows, where `input` is that of column first + i."""
     rank, dtype, scale = word(entry, 2), word(entry, 3), load_f32(entry + ENTRY_SCALE)
     size = itemsize(dtype)
-    stride = (k + LANES - 1) // LANES * LANES * size
+    stride = (site.inputs + LANES - 1) // LANES * LANES * size
     for row in range(rank):
-        at = word(entry, 0) + row * stride + first * size
+        at = word(entry, 0) + row * stride
         for i in range(rows):
-            store_f32(x + 4 * (i * rank + row), scale * load_weight(at + i * size, dtype))
+            value = load_weight(at + input_at(site, first + i) * size, dtype)
+            store_f32(x + 4 * (i * rank + row), scale * value)
 
 
 @kernel
@@ -63,18 +65,20 @@ def _add(dtype, weights, sums, count, y):  # type: ignore[no-untyped-def]
 
 @kernel
 def _merge_inputs(buffers, entry, base, merged, first, rows, scratch):  # type: ignore[no-untyped-def]
-    """Writes the merged weights of `rows` inputs and all outputs of a site: base + scale · Aᵀ B.
+    """Writes the merged weights of the inputs of `rows` columns and all outputs of a site: base + scale · Aᵀ B.
 
     `base`, `merged`: addresses of SITE records; the merged weights are plain numbers."""
     site, target = site_at(base), site_at(merged)
     rank, sums, weights = word(entry, 2), scratch + _A_BYTES, scratch + _A_BYTES + _SUM_BYTES
-    _transpose_a(entry, site.inputs, first, rows, scratch)
+    _transpose_a(entry, site, first, rows, scratch)
     for panel in range(site.panels):
         at = sums - 4 * PANEL * panel  # where panel 0 would be
         _call9(buffers.lora_expand, entry, scratch, 4 * rank, rows, panel, panel + 1, at, 4 * PANEL, STORE)
         _call5(site.expand, base, panel, first, rows, weights)
-        y = target.weight + (panel * site.inputs + first) * PANEL * itemsize(target.dtype)
-        _add(target.dtype, weights, sums, rows * PANEL, y)
+        for row in range(rows):
+            place = 4 * PANEL * row
+            y = target.weight + (panel * site.inputs + input_at(site, first + row)) * PANEL * itemsize(target.dtype)
+            _add(target.dtype, weights + place, sums + place, PANEL, y)
 
 
 @entry
@@ -103,7 +107,7 @@ class CpuMergedWeights:
     The copy has plain numbers in the model's dtype, whatever the format of the base's weights."""
 
     def __init__(self, loaded: LoadedModel, threads: int) -> None:
-        base, plain = loaded.sites, kernels_of(PLAIN.name)
+        base, plain = loaded.sites, kernels_of(PLAIN)
         sizes = base["inputs"] * base["panels"] * PANEL * loaded.dtype.itemsize
         ends = np.cumsum(sizes.reshape(-1))
         self._panels = huge_pages(int(ends[-1]))
@@ -111,6 +115,7 @@ class CpuMergedWeights:
         self._base, self._sites, self._own = loaded, base.copy(), base.copy()
         self._own["weight"] = self._panels.ctypes.data + ends.reshape(sizes.shape) - sizes
         self._own["product"], self._own["expand"], self._own["dtype"] = plain.product, plain.expand, loaded.dtype.value
+        self._own["prepared_bytes"] = self._own["order"] = 0
         self._model = loaded.model.copy()
         self._model["site"] = self._sites.ctypes.data
         self._scratch = aligned_bytes(threads * _SCRATCH_BYTES)

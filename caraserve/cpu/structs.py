@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from caraserve.cpu.jit import kernel
-from caraserve.cpu.simd import I64, load_i64
+from caraserve.cpu.simd import I64, load_i32, load_i64
 
 BLOCK_TOKENS = 16  # of a KV block
 NO_WINDOW = 1 << 30
@@ -37,8 +37,7 @@ MODEL = _record(
     "most_sites",  # of a layer
     "kv_block_bytes",  # of all layers
     "state_bytes",  # of a request slot, of all layers
-    *("embed", "embed_dtype"),  # → rows of the embedding
-    "tied",  # 1: `embed` are panels, those of the head
+    "embed",  # → SITE, that of the head if they are tied
     "positions",  # → fp32 [positions, hidden], added to embeddings
     "layer",  # → LAYER [layers]
     "site",  # → SITE [layers, most_sites]
@@ -73,8 +72,12 @@ GROUP = _record(
 
 # Outputs of a linear that play one role, in panels of 64: what a kernel of the weight's format multiplies.
 SITE = _record(
-    *("product", "expand"),  # addresses of the format's kernels
-    *("weight", "scale"),  # → what the format has packed
+    *("product", "expand", "row", "prepare"),  # addresses of the format's kernels
+    "prepared_bytes",  # of a row that `prepare` writes; 0: kernels read fp32 rows
+    "prepared_offset",  # bytes before it in the prepared row of its group
+    *("weight", "scale", "offset"),  # → what the format has packed
+    "order",  # → int32 [inputs], the input of each column of the weights; 0: they are in the order of the inputs
+    "group",  # inputs with one scale
     "bias",  # → fp32 [panels · 64]
     "dtype",  # of weights that are plain numbers
     "inputs",
@@ -125,6 +128,7 @@ MOE_BODY = _record(
     "correction",  # → fp32 [experts], added to scores for choosing
     *("groups", "kept_groups"),  # 0: none
     "adds_second",  # 1: a group is scored by the sum of its two best experts; 0: by its best
+    "prepares_down",  # 1: the down of some expert reads prepared rows
     "normalises",  # 1: weights of the chosen experts sum to `scale`
     floats=("scale",),
 )
@@ -169,6 +173,8 @@ BUFFERS = _record(
     "normed",  # [outputs + embeddings, hidden_pad], the rows that blocks read
     "projected",  # [tokens, widest row], what the first group of a block writes; the body works in place
     "added",  # [tokens, hidden_pad], the output of a block that does not add directly
+    "prepared",  # [tokens, outputs or rows of experts, prepared_bytes]: rows as kernels of some formats read them
+    "prepared_bytes",
     "shrunk",  # [tokens, sites of the group · largest padded rank in the batch]
     "scratch",  # [threads, scratch_bytes]
     "scratch_bytes",
@@ -286,6 +292,12 @@ def filled(kind: np.dtype[np.void], /, **values: float | np.signedinteger[Any]) 
 def word(address, index):  # type: ignore[no-untyped-def]
     """Returns element `index` of the int64 array at `address`."""
     return load_i64(address + 8 * index)
+
+
+@kernel
+def input_at(site, column):  # type: ignore[no-untyped-def]
+    """Returns the input of a column of a site's weights."""
+    return np.int64(load_i32(site.order + 4 * column)) if site.order != 0 else column
 
 
 _SITE_BYTES = np.int64(SITE.itemsize)

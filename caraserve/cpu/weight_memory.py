@@ -1,6 +1,7 @@
 """The memory of base weights, in the layout of the kernels: panels of 64 outputs, one aligned array for each tensor."""
 
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,7 @@ class WeightMemory:
     def __init__(self) -> None:
         self._chunks: list[NDArray[np.uint8]] = []
         self._used = 0
+        self._orders: dict[bytes, int] = {}
 
     def panels(self, raw: Raw) -> int:
         """Packs `[out, in]` into panels."""
@@ -68,6 +70,13 @@ class WeightMemory:
         array = self._allocate(raw.nbytes)
         array.view(raw.dtype)[:] = raw.reshape(-1)
         return int(array.ctypes.data)
+
+    def order(self, inputs: Sequence[int]) -> int:
+        """Copies the inputs of columns, int32; equal ones share an address."""
+        array = np.asarray(inputs, np.int32)
+        if (key := array.tobytes()) not in self._orders:
+            self._orders[key] = self.rows(array)
+        return self._orders[key]
 
     def records(self, records: NDArray[np.void]) -> int:
         """Copies one record or more."""

@@ -14,6 +14,9 @@ from caraserve.cpu import structs
 from caraserve.cpu.expert_weights import expert_sites
 from caraserve.cpu.layers import ACTIVATIONS
 from caraserve.cpu.linear import kernels_of
+from caraserve.cpu.linear.base import WeightKernels
+from caraserve.cpu.linear.plain import TABLE
+from caraserve.cpu.products import place_prepared
 from caraserve.cpu.simd import LANES
 from caraserve.cpu.weight_memory import Raw, WeightMemory, convert
 from caraserve.errors import ModelLoadError
@@ -38,6 +41,7 @@ class LoadedModel:
     model: NDArray[np.void]
     sites: NDArray[np.void]  # SITE [layers, most sites], the table of the record's `site`
     dtype: Dtype  # of weights that are plain numbers
+    prepared_bytes: int  # of the widest row that `prepare_rows` writes
     memory: WeightMemory
 
 
@@ -63,8 +67,8 @@ def compile_kernels(plan: DecoderPlan) -> None:
         import caraserve.cpu.experts
     if plan.delta_nets:
         import caraserve.cpu.delta_net  # noqa: F401
-    for name in {one.name for one in plan.layer_formats} | {plan.head_format.name}:
-        kernels_of(name)
+    for kind in plan.formats:
+        kernels_of(kind)
 
 
 def _check(plan: DecoderPlan) -> None:
@@ -82,7 +86,7 @@ class _Loader:
     def __init__(self, plan: DecoderPlan, dtype: Dtype, max_context: int, read: TensorReader) -> None:
         self._plan, self._dtype, self._max_context, self._read = plan, dtype, max_context, read
         self._memory = WeightMemory()
-        self._kv_block_bytes = self._state_bytes = 0  # of the layers so far
+        self._kv_block_bytes = self._state_bytes = self._prepared_bytes = 0  # of the layers so far
         self._ropes = {rope: self._rope(rope) for rope in plan.ropes}
 
     def load(self, progress: Callable[[], None]) -> LoadedModel:
@@ -112,7 +116,7 @@ class _Loader:
             logit_cap=plan.logit_cap or 0.0,
         )
         progress()
-        return LoadedModel(model, sites, self._dtype, self._memory)
+        return LoadedModel(model, sites, self._dtype, self._prepared_bytes, self._memory)
 
     # --- linears ---
 
@@ -129,6 +133,11 @@ class _Loader:
                     record = self._site(linear.format, matrix.rows(part.rows), part_bias, site.inputs, site.outputs)
                     record["column"] = columns[site.index]
                     sites[site.index] = record[0]
+        for group in layer.groups:
+            self._place_prepared(sites[group.sites[0].index :][: len(group.sites)])
+
+    def _place_prepared(self, sites: NDArray[np.void]) -> None:
+        self._prepared_bytes = max(self._prepared_bytes, place_prepared(sites))
 
     def _matrix(self, linear: LinearPlan) -> Matrix:
         """Reads a linear's weights, [outputs, inputs]."""
@@ -142,48 +151,43 @@ class _Loader:
     def _site(
         self, kind: WeightFormat, matrix: Matrix, bias: Floats | None, inputs: int, outputs: int
     ) -> NDArray[np.void]:
-        """Packs weights; returns a SITE record without its column."""
-        kernels = kernels_of(kind.name)
-        packed = {"scale": 0, "dtype": 0, **kernels.pack(matrix, self._dtype, self._memory)}
-        panels = ceil_div(outputs, PANEL)
-        return structs.filled(
-            structs.SITE,
-            **packed,
-            product=kernels.product,
-            expand=kernels.expand,
-            bias=0 if bias is None else self._memory.vectors(bias, PANEL * panels),
-            inputs=inputs,
-            panels=panels,
-            column=0,
-        )
+        """Packs weights; returns a SITE record without its column and the place of its prepared rows."""
+        return self._packed(kernels_of(kind), matrix, bias, inputs, outputs)
+
+    def _packed(
+        self, kernels: WeightKernels, matrix: Matrix, bias: Floats | None, inputs: int, outputs: int
+    ) -> NDArray[np.void]:
+        panels, record = ceil_div(outputs, PANEL), np.zeros(1, structs.SITE)
+        fields = {
+            **kernels.pack(matrix, self._dtype, self._memory),
+            "product": kernels.product,
+            "expand": kernels.expand,
+            "row": kernels.row,
+            "bias": 0 if bias is None else self._memory.vectors(bias, PANEL * panels),
+            "inputs": inputs,
+            "panels": panels,
+        }
+        for name, value in fields.items():
+            record[name] = value
+        return record
 
     def _embedding_and_head(self) -> dict[str, int]:
         plan, shape = self._plan, (self._plan.vocab_size, self._plan.hidden)
         bias = None if plan.head_bias is None else self._values(plan.head_bias, shape[:1])
-        embedding = plan.embed_format.read(self._read, _module(plan.embed), shape)
-        table = Matrix({"weight": self._numbers(plan.embed_format, embedding)}, self._dtype)
-        is_tied = plan.head is None and not plan.has_unit_head_rows
-        kind: WeightFormat = PLAIN
-        matrix = table
+        table = plan.embed_format.read(self._read, _module(plan.embed), shape)
+        kind, matrix = plan.embed_format, table
         if plan.head is not None:
             kind, matrix = plan.head_format, plan.head_format.read(self._read, _module(plan.head), shape)
         if plan.has_unit_head_rows:
             values = kind.values(matrix)
             kind, matrix = PLAIN, Matrix({"weight": values / np.linalg.norm(values, axis=1, keepdims=True)}, Dtype.F32)
-        head = self._site(kind, matrix, bias, plan.hidden, plan.vocab_size)
-        return {
-            "embed": int(head["weight"][0]) if is_tied else self._memory.rows(table.arrays["weight"]),
-            "embed_dtype": self._dtype.value,
-            "tied": is_tied,
-            "positions": self._positions(),
-            "head": self._memory.records(head),
-        }
-
-    def _numbers(self, kind: WeightFormat, matrix: Matrix) -> Raw:
-        """Returns weights as plain numbers of the model's dtype."""
-        if matrix.dtype is None:
-            return convert(kind.values(matrix), Dtype.F32, self._dtype)
-        return convert(matrix.arrays["weight"], matrix.dtype, self._dtype)
+        site = self._site(kind, matrix, bias, plan.hidden, plan.vocab_size)
+        self._place_prepared(site)
+        head = embedding = self._memory.records(site)
+        if plan.head is not None or plan.has_unit_head_rows:
+            kernels = TABLE if plan.embed_format is PLAIN else kernels_of(plan.embed_format)
+            embedding = self._memory.records(self._packed(kernels, table, None, plan.hidden, plan.vocab_size))
+        return {"embed": embedding, "positions": self._positions(), "head": head}
 
     def _positions(self) -> int:
         plan = self._plan
@@ -291,6 +295,10 @@ class _Loader:
         own = structs.filled(structs.MLP_BODY, activation=activation, gate=0, up=4 * PANEL * panels, panels=panels)
         groups, kept, how = body.groups or (0, 0, "max")
         correction = None if body.correction is None else self._values(body.correction, (body.experts,))
+        sites = expert_sites(body, self._read, self._site)
+        for expert in sites:
+            self._place_prepared(expert[:2])
+            self._place_prepared(expert[2:])
         return structs.filled(
             structs.MOE_BODY,
             experts=body.experts,
@@ -299,12 +307,13 @@ class _Loader:
             shared_gate=offsets.get("shared_gate", int(structs.NO_COLUMN)),
             shared=shared,
             own=self._memory.records(own),
-            site=self._memory.records(expert_sites(body, self._read, self._site)),
+            site=self._memory.records(sites),
             takes_sigmoids=body.scores == "sigmoid",
             correction=0 if correction is None else self._memory.vectors(correction),
             groups=groups,
             kept_groups=kept,
             adds_second=how == "top2",
+            prepares_down=bool(sites["prepared_bytes"][:, 2].any()),
             normalises=body.normalise,
             scale=body.scale,
         )

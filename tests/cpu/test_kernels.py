@@ -47,19 +47,20 @@ class Weights:
     """Packed weights and the kernels of their format."""
 
     def __init__(self, kind: str, outputs: int, inputs: int) -> None:
-        matrix, kernels = tensors_of(kind, outputs, inputs), kernels_of(kind if kind in FORMATS else "plain")
+        matrix, kernels = tensors_of(kind, outputs, inputs), kernels_of(FORMATS.get(kind, PLAIN))
         self.exact = FORMATS.get(kind, PLAIN).values(matrix).astype(np.float64)
         self._memory, self._site = WeightMemory(), np.zeros(1, SITE)
         dtype = Dtype.F32 if matrix.dtype is None else matrix.dtype
         packed = kernels.pack(matrix, dtype, self._memory)
         for name, value in {**packed, "inputs": inputs, "expand": kernels.expand}.items():
             self._site[name] = value
-        self._product = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)(kernels.product)
+        self._product = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 9)(kernels.product)
         self._expand = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(kernels.expand)
 
     def multiply(self, x: NDArray[np.float32], panel: int, y: NDArray[np.float32], add: int) -> None:
         at = self._site.ctypes.data
-        self._product(at, x.ctypes.data, x.strides[0], len(x), panel, y.ctypes.data, 4 * PANEL, add)
+        first_output = y.ctypes.data - 4 * PANEL * panel  # of panel 0
+        self._product(at, x.ctypes.data, x.strides[0], len(x), panel, panel + 1, first_output, 4 * PANEL, add)
 
     def expanded(self, panel: int, first: int, count: int) -> NDArray[np.float32]:
         y = np.empty((count, PANEL), np.float32)
@@ -110,7 +111,7 @@ def test_weights_expand_to_exactly_their_values(kind: str) -> None:
 def test_an_fp8_code_without_a_value_makes_its_output_nan(code: int) -> None:
     matrix, memory = tensors_of("fp8", 3, 8), WeightMemory()
     matrix.arrays["codes"][1, 5] = code
-    scales = kernels_of("fp8").pack(matrix, Dtype.F32, memory)["scale"]
+    scales = kernels_of(FORMATS["fp8"]).pack(matrix, Dtype.F32, memory)["scale"]
     found = np.ctypeslib.as_array((ctypes.c_float * 3).from_address(scales))
     assert np.isnan(found).tolist() == [False, True, False]
 

@@ -8,7 +8,7 @@ from caraserve.core.lora_layout import PANEL
 from caraserve.cpu.jit import compiled_separately
 from caraserve.cpu.linear import register
 from caraserve.cpu.linear.base import WeightKernels
-from caraserve.cpu.linear.expanding import product
+from caraserve.cpu.linear.expanding import product, row_by_pieces
 from caraserve.cpu.simd import LANES, VF, VI8, emit_load_bytes, vector_load, vload, vmul, vstore
 from caraserve.cpu.structs import site_at
 from caraserve.cpu.weight_memory import WeightMemory
@@ -50,5 +50,5 @@ def expand(site_address, panel, first, count, y):  # type: ignore[no-untyped-def
             vstore(out + 4 * PANEL, vmul(_load_high(codes + lane), scale))
 
 
-KERNELS = WeightKernels(pack, product.address, expand.address)
+KERNELS = WeightKernels(pack, product.address, expand.address, row_by_pieces.address)
 register(FourBits().name, KERNELS)

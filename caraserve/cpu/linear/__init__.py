@@ -1,13 +1,14 @@
 """How the CPU keeps and multiplies weights: one file for each format of `model/formats/`.
 
-A format packs the weights of a site into memory and has two kernels, which the pass calls by address: `product`
-multiplies rows by one panel, `expand` turns a piece of a panel into fp32. A format that writes `expand` alone takes the
-product of `expanding.py`. Code outside the package calls `register`.
+A format packs the weights of a site into memory and has kernels that the pass calls by address: `product` multiplies
+rows by panels, `expand` turns a piece of a panel into fp32, `row` the weights of one output, for embeddings. A format
+that writes `expand` alone takes the others of `expanding.py`. Code outside the package calls `register`.
 """
 
 from collections.abc import Callable
 
 from caraserve.cpu.linear.base import WeightKernels
+from caraserve.model.formats import WeightFormat
 
 
 def _plain() -> WeightKernels:
@@ -50,6 +51,6 @@ def register(name: str, kernels: WeightKernels) -> None:
     _FORMATS[name] = lambda: kernels
 
 
-def kernels_of(name: str) -> WeightKernels:
-    """Returns the kernels of a format by its name; compiles them, or loads them from the cache, at their first use."""
-    return _FORMATS[name]()
+def kernels_of(kind: WeightFormat) -> WeightKernels:
+    """Returns the kernels of a format; compiles them, or loads them from the cache, at their first use."""
+    return _FORMATS[kind.name]()

@@ -7,7 +7,7 @@ from llvmlite import ir
 from caraserve.cpu.jit import compiled_separately
 from caraserve.cpu.linear.base import WeightKernels
 from caraserve.cpu.linear.codes import code_expansion, pack_codes
-from caraserve.cpu.linear.expanding import product
+from caraserve.cpu.linear.expanding import product, row_by_pieces
 from caraserve.cpu.simd import LANES, VI16, emit_load_bytes, emit_widen_half, vector_load
 from caraserve.cpu.weight_memory import WeightMemory
 from caraserve.model.dtype import Code, Dtype
@@ -41,4 +41,4 @@ def expand(site_address, panel, first, count, y):  # type: ignore[no-untyped-def
     _expand(site_address, panel, first, count, y)
 
 
-KERNELS = WeightKernels(pack, product.address, expand.address)
+KERNELS = WeightKernels(pack, product.address, expand.address, row_by_pieces.address)

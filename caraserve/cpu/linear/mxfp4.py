@@ -12,7 +12,7 @@ from llvmlite import ir
 from caraserve.core.lora_layout import PANEL
 from caraserve.cpu.jit import compiled_separately, entry
 from caraserve.cpu.linear.base import WeightKernels
-from caraserve.cpu.linear.expanding import product
+from caraserve.cpu.linear.expanding import product, row_by_pieces
 from caraserve.cpu.simd import (
     LANES,
     VF,
@@ -97,4 +97,4 @@ def expand(site_address, panel, first, count, y):  # type: ignore[no-untyped-def
                 vstore(to + 4 * upper, vmul(_high(at), high))
 
 
-KERNELS = WeightKernels(pack, product.address, expand.address)
+KERNELS = WeightKernels(pack, product.address, expand.address, row_by_pieces.address)

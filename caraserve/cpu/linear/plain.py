@@ -4,9 +4,9 @@ import numpy as np
 
 from caraserve.core.lora_layout import PANEL
 from caraserve.cpu.jit import compiled_separately
-from caraserve.cpu.kernels import ADD, gemm_bf16, gemm_f16, gemm_f32, itemsize
+from caraserve.cpu.kernels import ADD, gemm_bf16, gemm_f16, gemm_f32, itemsize, load_weight
 from caraserve.cpu.linear.base import WeightKernels
-from caraserve.cpu.simd import DTYPE_BF16, DTYPE_F16, DTYPE_F32, LANES, vload, vstore, weight_ops
+from caraserve.cpu.simd import DTYPE_BF16, DTYPE_F16, DTYPE_F32, LANES, store_f32, vload, vstore, weight_ops
 from caraserve.cpu.structs import site_at
 from caraserve.cpu.weight_memory import WeightMemory, convert
 from caraserve.model.dtype import Dtype
@@ -23,22 +23,29 @@ def pack(matrix: Matrix, dtype: Dtype, memory: WeightMemory) -> dict[str, int]:
     return {"weight": memory.panels(convert(matrix.arrays["weight"], matrix.dtype, dtype)), "dtype": dtype.value}
 
 
-@compiled_separately(8)
-def product(site_address, x, x_stride, rows, panel, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
-    """Computes `y[rows, 64] (+)= x[rows, inputs] @ w[inputs, 64]` for one panel, in the same order of sums for all row
-    counts."""
+def pack_table(matrix: Matrix, dtype: Dtype, memory: WeightMemory) -> dict[str, int]:
+    """Keeps weights as rows of numbers of `dtype`."""
+    assert matrix.dtype is not None
+    return {"weight": memory.rows(convert(matrix.arrays["weight"], matrix.dtype, dtype)), "dtype": dtype.value}
+
+
+@compiled_separately(9)
+def product(site_address, x, x_stride, rows, first_panel, end_panel, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
+    """Computes `y[rows, 64 · panel :] (+)= x[rows, inputs] @ w[inputs, 64]` for some panels, in the same order of sums
+    for all row counts."""
     site = site_at(site_address)
     dtype, inputs = site.dtype, site.inputs
-    w = site.weight + panel * inputs * PANEL * itemsize(dtype)
-    for first in range(0, inputs, _K_BLOCK):
-        depth = min(_K_BLOCK, inputs - first)
-        at, add = w + first * PANEL * itemsize(dtype), ADD if first > 0 else accumulate
-        if dtype == DTYPE_F32:
-            gemm_f32(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
-        elif dtype == DTYPE_BF16:
-            gemm_bf16(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
-        else:
-            gemm_f16(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
+    for panel in range(first_panel, end_panel):
+        w, to = site.weight + panel * inputs * PANEL * itemsize(dtype), y + 4 * PANEL * panel
+        for first in range(0, inputs, _K_BLOCK):
+            depth = min(_K_BLOCK, inputs - first)
+            at, add = w + first * PANEL * itemsize(dtype), ADD if first > 0 else accumulate
+            if dtype == DTYPE_F32:
+                gemm_f32(x + 4 * first, x_stride, rows, at, depth, to, y_stride, add)
+            elif dtype == DTYPE_BF16:
+                gemm_bf16(x + 4 * first, x_stride, rows, at, depth, to, y_stride, add)
+            else:
+                gemm_f16(x + 4 * first, x_stride, rows, at, depth, to, y_stride, add)
 
 
 @compiled_separately(5)
@@ -56,4 +63,23 @@ def expand(site_address, panel, first, count, y):  # type: ignore[no-untyped-def
             vstore(y + 4 * at, _load_f16(w + 2 * at))
 
 
-KERNELS = WeightKernels(pack, product.address, expand.address)
+@compiled_separately(3)
+def row(site_address, output, y):  # type: ignore[no-untyped-def]
+    """Writes the weights of one output of panels, fp32 [inputs]."""
+    site = site_at(site_address)
+    at = site.weight + (output // PANEL * site.inputs * PANEL + output % PANEL) * itemsize(site.dtype)
+    for index in range(site.inputs):
+        store_f32(y + 4 * index, load_weight(at + index * PANEL * itemsize(site.dtype), site.dtype))
+
+
+@compiled_separately(3)
+def row_of_table(site_address, output, y):  # type: ignore[no-untyped-def]
+    """Writes one row of a table, fp32 [inputs]."""
+    site = site_at(site_address)
+    at = site.weight + output * site.inputs * itemsize(site.dtype)
+    for index in range(site.inputs):
+        store_f32(y + 4 * index, load_weight(at + index * itemsize(site.dtype), site.dtype))
+
+
+KERNELS = WeightKernels(pack, product.address, expand.address, row.address)
+TABLE = WeightKernels(pack_table, 0, 0, row_of_table.address)  # of an embedding that is no head, whose rows are read
