@@ -14,8 +14,8 @@ from caraserve.core.machine_profile import Profile
 from caraserve.errors import ConfigError, ModelLoadError
 from caraserve.gpu.driver.detect import detect
 from caraserve.gpu.driver.environment import prepare_environment
+from caraserve.model.checkpoint import open_tensors
 from caraserve.model.dtype import DTYPES, Dtype
-from caraserve.model.folder_reader import FolderReader
 from caraserve.model.formats import TensorReader
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.rope import frequencies_note
@@ -167,7 +167,7 @@ def _reader(model: ModelConfig, plan: DecoderPlan, seed: int, dtype: Dtype) -> I
     if model.load_format == "dummy":
         yield dummy_reader(seed, dtype)
         return
-    with FolderReader(model.model, plan.stored_names) as read:
+    with open_tensors(model.model, plan.stored_names) as read:
         yield read
 
 

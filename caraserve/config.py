@@ -121,7 +121,8 @@ class ModelConfig(Config):
     model: Path | None = option(
         type=Path,
         metavar="MODEL",
-        help="Hugging Face model folder; may also come before all options, without --model (default: the demo)",
+        help="Hugging Face model folder, or GGUF file; may also come before all options, without --model (default: the "
+        "demo)",
     )
     served_model_name: Sequence[str] = option(
         **_LIST | {"metavar": "NAME"}, help="names of the base model in the API; the first is listed"

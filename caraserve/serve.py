@@ -44,6 +44,7 @@ from caraserve.lora.uploads import AdapterUploads
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.digest import model_digest
 from caraserve.model.families import load_plan
+from caraserve.model.gguf.files import plain_name
 from caraserve.model.plan import DecoderPlan
 from caraserve.profiling.apply import check_profile, loading_rules, prepare_machine
 from caraserve.start_checks import (
@@ -116,7 +117,7 @@ def _with_demo_adapters(lora: LoraConfig) -> LoraConfig:
 def base_names(model: ModelConfig) -> tuple[str, ...]:
     """Returns all names of the base model in the API; /v1/models lists only the first."""
     assert model.model is not None, "with_demo comes first"
-    return tuple(dict.fromkeys(model.served_model_name)) or (model.model.resolve().name,)
+    return tuple(dict.fromkeys(model.served_model_name)) or (plain_name(model.model.resolve()),)
 
 
 async def build_engine(

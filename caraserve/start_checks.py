@@ -13,6 +13,7 @@ from caraserve.lora.base_names import Likeness, likeness, names_of_base
 from caraserve.lora.folder_contents import NO_ADAPTERS, why_no_adapter
 from caraserve.lora.served_base import ServedBase
 from caraserve.model.families import read_config
+from caraserve.model.gguf.reader import names_in_file
 from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.cache_folder import why_unwritable
 
@@ -106,8 +107,10 @@ def check_names(model: ModelConfig, lora: LoraConfig, base_names: tuple[str, ...
 
 def served_names(model: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:
     """Returns the base model's names with which adapters' are compared: those in the API, its folder's, and the one in
-    config.json."""
+    config.json or those in a GGUF file."""
     assert model.model is not None
+    if model.model.is_file():
+        return names_of_base([*names, *names_in_file(model.model)])
     given = read_config(model.model).get("_name_or_path")
     return names_of_base([*names, str(model.model.resolve()), *([given] if isinstance(given, str) else [])])
 

@@ -28,10 +28,10 @@ from caraserve.lora.peft import check_layout
 from caraserve.lora.registry import Registry
 from caraserve.lora.served_base import ServedBase
 from caraserve.model.base_tensors import BaseTensors
+from caraserve.model.checkpoint import stored_tensors
 from caraserve.model.families import load_plan
 from caraserve.model.opened_file import TensorFileError
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.safetensors_reader import weight_files
 from caraserve.profiling.apply import check_profile
 from caraserve.serve import base_names, with_demo
 from caraserve.serve_cluster import check_cluster
@@ -331,7 +331,7 @@ def _model(config: ModelConfig, room_bytes: int | None) -> str:
     load_tokenizer(folder, plan, config.chat_template, config.tool_call_parser)
     if config.load_format != "dummy":
         try:
-            weight_files(folder)
+            stored_tensors(folder)
         except TensorFileError as error:
             raise ModelLoadError(str(error)) from error
     num_bytes, note = plan.weight_bytes(dtype_of(plan, config.dtype).itemsize), ""

@@ -1,6 +1,6 @@
 """Loads the base model's weights from a checkpoint to the device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +13,9 @@ from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.linear.base import SCALE, TORCH_CODES, Fill
 from caraserve.gpu.memory.weight_transfer import TransferFigures, WeightTransfer
 from caraserve.gpu.weights import Weights
+from caraserve.model.checkpoint import StoredNames, open_tensors
 from caraserve.model.folder_reader import FolderReader, StoredTensor
+from caraserve.model.gguf.reader import GgufReader
 
 _CODES = {theirs: ours for ours, theirs in TORCH_CODES.items()}
 
@@ -29,7 +31,7 @@ def load_checkpoint(
     device: GpuDevice,
     load: Load,
     progress: Callable[[], None] = lambda: None,
-    stored_names: Callable[[str], Sequence[str]] = lambda name: (name,),
+    stored_names: StoredNames = lambda name: (name,),
 ) -> tuple[Weights, TransferFigures]:
     """Fills weights with a checkpoint's tensors, and says how fast. `stored_names`: returns the names that a tensor may
     have in the folder.
@@ -39,7 +41,7 @@ def load_checkpoint(
     and kept. Raises ModelLoadError for files that cannot be read or change meanwhile, ConfigError if no host memory can
     be pinned, DriverError, and the errors of `load`.
     """
-    with FolderReader(folder, stored_names) as reader:
+    with open_tensors(folder, stored_names) as reader:
         found: list[StoredTensor] = []
         scales: dict[str, NDArray[np.float32]] = {}
 
@@ -62,7 +64,7 @@ def load_checkpoint(
             return weights, transfer.figures()
 
 
-def _scales(reader: FolderReader, name: str, count: int) -> NDArray[np.float32]:
+def _scales(reader: FolderReader | GgufReader, name: str, count: int) -> NDArray[np.float32]:
     """Returns the scales of a quantised module's outputs, or of its inputs."""
     module, _, what = name.rpartition(".")
     if what == "input_scale":

@@ -1,16 +1,16 @@
-"""Reads the base model's linears from its folder, for what is computed with them when an adapter is read."""
+"""Reads the base model's linears from its files, for what is computed with them when an adapter is read."""
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.model.checkpoint import StoredNames, open_tensors
 from caraserve.model.dtype import to_float32
-from caraserve.model.folder_reader import FolderReader
 from caraserve.model.linear_plan import LinearPlan
 
 _PIECE_NUMBERS = 1 << 18  # of a piece: in double precision 2 MiB, which stay in a core's cache
@@ -18,11 +18,11 @@ _KEPT_BYTES = 128 << 20  # of norms: those of ten adapters of all modules of a m
 
 
 class BaseLinears:
-    """The linears of a model's folder. Opens the files at each call, so that several threads may read. Every error is a
+    """The linears of a model. Opens the files at each call, so that several threads may read. Every error is a
     ModelLoadError that names the tensor."""
 
-    def __init__(self, folder: Path, stored_names: Callable[[str], Sequence[str]] = lambda name: (name,)) -> None:
-        """`stored_names`: returns the names that a tensor may have in the folder."""
+    def __init__(self, folder: Path, stored_names: StoredNames = lambda name: (name,)) -> None:
+        """`stored_names`: returns the names that a tensor may have in the files."""
         self._folder, self._stored_names, self._lock = folder, stored_names, Lock()
         self._norms: OrderedDict[tuple[str, bytes], NDArray[np.float64]] = OrderedDict()
         self._norm_bytes = 0
@@ -31,7 +31,7 @@ class BaseLinears:
         """Yields the weights of a linear as numbers, [outputs, inputs], a few outputs at a time, in order."""
         rows = max(1, _PIECE_NUMBERS // linear.inputs)
         shape = (linear.inputs, linear.outputs) if linear.transposed else (linear.outputs, linear.inputs)
-        with FolderReader(self._folder, self._stored_names) as reader:
+        with open_tensors(self._folder, self._stored_names) as reader:
             stored = linear.format.read(reader, linear.module, shape)
             whole = linear.format.values(stored).T if linear.transposed else None
             for first in range(0, linear.outputs, rows):
@@ -42,7 +42,7 @@ class BaseLinears:
         """Returns the bias of each output; 0 for a linear without."""
         if not linear.bias:
             return np.zeros(linear.outputs, np.float32)
-        with FolderReader(self._folder, self._stored_names) as reader:
+        with open_tensors(self._folder, self._stored_names) as reader:
             return to_float32(*reader(f"{linear.module}.bias", (linear.outputs,)))
 
     def norms(self, linear: LinearPlan, b: NDArray[np.float64], a: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,6 +1,6 @@
 """The stored tensors of a base model, found by the names that adapters have for them, to compare copies with."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -8,30 +8,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.model.base_linears import BaseLinears
+from caraserve.model.checkpoint import Rows, StoredTensors, stored_tensors
 from caraserve.model.dtype import Dtype, rounded, to_float32
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.safetensors_reader import weight_file, weight_files
 
 _PIECE_BYTES = 4 << 20  # that are compared at a time
-Rows = Callable[[int, int], NDArray[np.generic]]
 
 
 class BaseTensors:
-    """The tensors of a model's folder. Thread-safe; methods raise TensorFileError."""
+    """The tensors of a model. Thread-safe; methods raise TensorFileError."""
 
     def __init__(self, folder: Path, plan: DecoderPlan) -> None:
         self._folder, self._plan = folder, plan
         self.linears = BaseLinears(folder, plan.stored_names)
-        self._shapes: dict[Path, dict[str, tuple[int, ...]]] = {}  # of the files that were needed
 
     @cached_property
-    def _files(self) -> dict[str, Path]:
-        return weight_files(self._folder)
+    def _tensors(self) -> StoredTensors:
+        return stored_tensors(self._folder)
 
     def find(self, name: str) -> str | None:
         """Returns the name of the stored tensor that adapters call `name`, None if the base model has none."""
         stored = (one for candidate in self._candidates(name) for one in self._plan.stored_names(candidate))
-        return next((one for one in stored if one in self._files), None)
+        return next((one for one in stored if one in self._tensors.names), None)
 
     def _candidates(self, name: str) -> Iterator[str]:
         plan = self._plan
@@ -51,23 +49,18 @@ class BaseTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a stored tensor."""
-        path = self._files[name]
-        if path not in self._shapes:
-            with weight_file(path) as file:
-                self._shapes[path] = {one: file.shape(one) for one in file.names}
-        return self._shapes[path][name]
+        return self._tensors.shape(name)
 
     def changed_rows(self, name: str, rows: Rows, dtype: Dtype) -> NDArray[np.intp]:
         """Returns the rows of a stored tensor that differ from a copy of the same shape. `rows(start, stop)`: reads the
         copy, in `dtype`; the base's values are rounded to it. Memory does not grow with the tensor."""
         found: list[NDArray[np.intp]] = []
-        with weight_file(self._files[name]) as file:
-            count, *rest = file.shape(name)
-            source = file.dtype(name)
+        count, *rest = self.shape(name)
+        with self._tensors.open(name) as (stored_rows, source):
             step = max(1, _PIECE_BYTES // max(1, source.itemsize * int(np.prod(rest))))
             for start in range(0, count, step):
                 stop = min(count, start + step)
-                ours, copy = file.rows(name, start, stop), rows(start, stop)
+                ours, copy = stored_rows(start, stop), rows(start, stop)
                 if source is not dtype:
                     ours = rounded(to_float32(ours, source), dtype)
                 bits = np.uint32 if dtype is Dtype.F32 else np.uint16

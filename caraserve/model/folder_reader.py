@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +19,19 @@ from caraserve.model.safetensors_reader import TensorFile, weight_file, weight_f
 Raw = NDArray[np.generic]  # float32, or the bits of a 16-bit type as uint16
 
 
+class _File(Protocol):
+    """An open file."""
+
+    def read_into(self, name: str, target: memoryview, start: int) -> None:
+        """Reads as many bytes as `target` has, from byte `start` of a tensor on. Raises TensorFileError."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of an open file."""
 
     name: str
-    file: TensorFile
+    file: _File
     dtype: Dtype | Code
     num_bytes: int
 
@@ -32,7 +39,7 @@ class StoredTensor:
         """Reads as many bytes as `target` has, from byte `start` of the tensor on. Several threads may read at once.
 
         Raises ModelLoadError if the file cannot be read or has been cut short."""
-        with _load_errors():
+        with load_errors():
             self.file.read_into(self.name, target, start)
 
 
@@ -45,7 +52,7 @@ class FolderReader:
     def __init__(self, folder: Path, stored_names: Callable[[str], Sequence[str]] = lambda name: (name,)) -> None:
         """`stored_names`: returns the names that a tensor may have in the folder."""
         self._folder, self._stored_names = folder, stored_names
-        with _load_errors():
+        with load_errors():
             self._files = weight_files(folder)
         self._opened: dict[Path, TensorFile] = {}
 
@@ -56,7 +63,7 @@ class FolderReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with _load_errors():
+            with load_errors():
                 for file in self._opened.values() if kind is None else ():
                     file.check_unchanged()
         finally:
@@ -65,7 +72,7 @@ class FolderReader:
 
     def find(self, name: str, shape: tuple[int, ...], code: Code | None = None) -> StoredTensor:
         """Returns a tensor, which must have this shape, without reading it. `code`: of a quantised module's weights."""
-        with _load_errors():
+        with load_errors():
             file, name = self._file(name, shape)
             if code is not None:
                 file.check_code(name, code)
@@ -73,13 +80,13 @@ class FolderReader:
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[Raw, Dtype]:
         """Reads a tensor of plain numbers, which must have this shape."""
-        with _load_errors():
+        with load_errors():
             file, name = self._file(name, shape)
             return file.raw(name), file.dtype(name)
 
     def codes(self, name: str, shape: tuple[int, ...], code: Code) -> NDArray[np.uint8]:
         """Reads the codes of a quantised module's weights, [outputs, inputs]."""
-        with _load_errors():
+        with load_errors():
             file, name = self._file(name, shape)
             return file.codes(name, code)
 
@@ -102,7 +109,7 @@ class FolderReader:
 
     def _scales(self, name: str, most: int) -> NDArray[np.float32]:
         """Reads one scale or `most` of them, as a vector."""
-        with _load_errors():
+        with load_errors():
             file, name = self._file(name)
             shape = file.shape(name)
             if math.prod(shape) not in (1, most):
@@ -127,7 +134,7 @@ class FolderReader:
 
 
 @contextmanager
-def _load_errors() -> Iterator[None]:
+def load_errors() -> Iterator[None]:
     """Turns errors of files into ModelLoadError."""
     try:
         yield

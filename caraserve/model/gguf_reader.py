@@ -83,12 +83,15 @@ class GgufTensor:
 class GgufFile(OpenedFile):
     """One GGUF file, open for reading. `metadata`: its values by key; arrays are lists."""
 
-    def __init__(self, path: Path, most_header_bytes: int = _MOST_HEADER_BYTES) -> None:
-        """Opens the file. Raises TensorFileError for anything but a well-formed regular file, or for a header of more
-        bytes."""
+    def __init__(self, path: Path, most_header_bytes: int = _MOST_HEADER_BYTES, *, is_part: bool = False) -> None:
+        """Opens the file. Raises TensorFileError for anything but a well-formed regular file, for a header of more
+        bytes, and for one of several parts unless `is_part`."""
         super().__init__(path)
         header = _Header(self._read, self._status.st_size, most_header_bytes, self.name)
+        if not is_part and header.metadata.get("split.count", 0) not in (0, 1):
+            raise TensorFileError(f"{self.name} is a part of several files; join them with gguf-split --merge")
         self.metadata: dict[str, Any] = header.metadata
+        self.header_bytes = header.num_bytes
         self._tensors = header.tensors
 
     @property
@@ -166,8 +169,6 @@ class _Header:
             if key in metadata:
                 raise self._invalid(f"it has {ascii(key)[:80]} twice")
             metadata[key] = self._value(self._number("I"))
-        if metadata.get("split.count", 0) not in (0, 1):
-            raise self._invalid("it is a part of several files; join them with gguf-split --merge")
         return metadata, self._tensors(tensors, self._alignment(metadata))
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
@@ -191,6 +192,7 @@ class _Header:
             if min(shape) < 1 or shape[-1] % values or offset % alignment:
                 raise self._invalid(f"tensor {ascii(name)[:200]} has shape {list(shape)} at {offset} as {kind}")
             listed.append((name, kind, shape, offset, num_bytes))
+        self.num_bytes = self._at
         start = align_up(self._at, alignment)
         tensors = {
             name: GgufTensor(kind, shape, start + offset, num_bytes) for name, kind, shape, offset, num_bytes in listed

@@ -3,22 +3,20 @@
 import re
 from pathlib import Path
 
-_FOLDER = "a folder that holds config.json, tokenizer.json and safetensors weights"
-_INSTEAD = (
-    "give the Hugging Face folder of the model that it was made from, with config.json, tokenizer.json and safetensors "
-    "weights; `hf download ORG/NAME --local-dir NAME` fetches one from the Hugging Face Hub"
-)
+from caraserve.model.gguf.files import is_gguf
+
+_FOLDER = "a folder that holds config.json, tokenizer.json and safetensors weights, or a GGUF file"
 
 
 def why_no_model(path: Path) -> str:
-    """Returns why a path is no model folder; "" if it is a folder with a config.json. Raises OSError."""
+    """Returns why a path is no model; "" if it is a folder with a config.json, or a GGUF file. Raises OSError."""
     shown = repr(str(path))
     if path.is_dir():
         return "" if (path / "config.json").exists() else f"{shown} {_lacks(path)}"
     if not path.exists():
         return f"model folder {shown} does not exist; {_instead_of(str(path))}"
-    if _is_gguf(path):
-        return f"{shown} is a GGUF file, and GGUF is not read: {_INSTEAD}"
+    if is_gguf(path):
+        return ""
     if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
         return f"{shown} is a file of weights: give the folder that it is in, with config.json and tokenizer.json"
     return f"{shown} is a file, not a model: give {_FOLDER}"
@@ -28,16 +26,9 @@ def _lacks(folder: Path) -> str:
     """Returns what a folder without config.json has instead."""
     if (folder / "adapter_config.json").exists():
         return f"is an adapter, not a base model: serve its base model with --lora-modules {folder.name}={folder}"
-    if any(folder.glob("*.gguf")):
-        return f"has GGUF files and no config.json, and GGUF is not read: {_INSTEAD}"
+    if found := sorted(folder.glob("*.gguf")):
+        return f"has no config.json; give one of its GGUF files, as {str(found[0])!r}"
     return f"has no config.json; give {_FOLDER}"
-
-
-def _is_gguf(path: Path) -> bool:
-    if not path.is_file():  # a pipe would block
-        return False
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
 
 
 def _instead_of(folder: str) -> str:

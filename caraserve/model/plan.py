@@ -11,7 +11,7 @@ part in its layer. A fused module (`qkv_proj`) has several parts, others have on
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -345,6 +345,8 @@ class DecoderPlan:
     checkpoint_prefixes: tuple[str, ...] = ()  # instead of the first word of `embed` in names of a checkpoint
     adapter_prefixes: tuple[str, ...] = ("model.",)  # before `layers.` in names of an adapter's tensors
     ignored_prefixes: tuple[str, ...] = ()  # of tensors that a text model does not use
+    # Instead of the plan's, where a checkpoint has names of its own: all tensors that it has.
+    names_in_file: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def with_formats(self, quantization: Quantization | None) -> "DecoderPlan":
         """Returns the plan with the formats that the checkpoint's configuration states for its modules."""
@@ -368,6 +370,8 @@ class DecoderPlan:
 
     def stored_names(self, tensor: str) -> tuple[str, ...]:
         """Returns the names that a tensor of the plan may have in a checkpoint."""
+        if self.names_in_file:
+            return (self.names_in_file[tensor],) if tensor in self.names_in_file else ()
         own, rest = self.embed.partition(".")[0] + ".", tensor.partition(".")[2]
         if not self.checkpoint_prefixes:
             return (tensor,)

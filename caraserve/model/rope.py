@@ -151,6 +151,15 @@ def _llama3(rotated: int, fields: Fields) -> Rope:
     return _rope(np.where(is_long, stretched, np.where(is_short, frequencies, between)))
 
 
+def _divided(rotated: int, fields: Fields) -> Rope:
+    """Divides each frequency by a number of its own, as GGUF files have them for Llama 3."""
+    divisors = np.array(fields["divisors"], np.float32)
+    frequencies = _frequencies(float(fields["rope_theta"]), rotated)
+    if divisors.shape != frequencies.shape or not (divisors > 0).all():
+        raise ValueError(f"divisors must be {len(frequencies)} positive numbers")
+    return _rope(frequencies / divisors)
+
+
 def _yarn(rotated: int, fields: Fields) -> Rope:
     """Stretches frequencies with fewer than `beta_slow` turns within the original length by `factor`, keeps those with
     more than `beta_fast`, and blends those between (YaRN, equation 23)."""
@@ -208,6 +217,7 @@ _STRETCHES: Mapping[str, Callable[[int, Fields], Rope]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
+    "divided": _divided,
     "yarn": _yarn,
     "longrope": _longrope,
     "dynamic": _dynamic,

@@ -16,12 +16,15 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
 from caraserve.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
+from caraserve.model.gguf.files import read_metadata
+from caraserve.model.opened_file import TensorFileError
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.sentence_format import LAST_TOKEN, SentenceFormat, read_sentence_format
 from caraserve.telemetry.prometheus import family
 from caraserve.tokenizer.adapter_templates import AdapterTemplates
 from caraserve.tokenizer.chat_template import ChatTemplate
 from caraserve.tokenizer.detokenizer import Decode, Detokenizer
+from caraserve.tokenizer.gguf_tokenizer import PAD_KEY, disagreement, read_settings, read_tokenizer
 from caraserve.tokenizer.grammar import GrammarCompiler
 from caraserve.tokenizer.reasoning import ReasoningFormat, detect_reasoning, reasoning_tokens
 from caraserve.tokenizer.tool_format import ToolFormat
@@ -283,26 +286,45 @@ def load_tokenizer(
     *,
     excludes_unused_tools: bool = False,
 ) -> Tokenizer:
-    """Reads tokenizer.json and the files beside it. `tool_call_parser`: of `TOOL_FORMATS`, else by the template.
-    `excludes_unused_tools` as for `Tokenizer`.
+    """Reads tokenizer.json and the files beside it, or the tokenizer of a GGUF file. `tool_call_parser`: of
+    `TOOL_FORMATS`, else by the template. `excludes_unused_tools` as for `Tokenizer`.
 
     Raises ModelLoadError that names the file."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelLoadError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
-    try:
-        tokenizer = _Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise ModelLoadError(f"{path} is not a valid tokenizer: {error}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    stored = _stored_in_file(folder) if folder.is_file() else _stored_in_folder(folder)
+    settings = stored.settings
+    stored.tokenizer.no_truncation()
+    stored.tokenizer.no_padding()
+    special_tokens = _special_tokens(settings)
+    template = ChatTemplate.load(folder, settings, chat_template, special_tokens, tool_call_parser)
+    info = _info(settings, template)
+    return Tokenizer(
+        *(stored.tokenizer, plan.vocab_size, stored.ends, template, stored.sampling, info, special_tokens),
+        tool_call_parser,
+        excludes_unused_tools=excludes_unused_tools,
+        pad_id=stored.pad_id,
+        sentences=read_sentence_format(folder),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What a model's files say of its tokenizer. `settings`: as tokenizer_config.json has them."""
+
+    tokenizer: _Tokenizer
+    settings: Mapping[str, Any]
+    ends: frozenset[int]
+    sampling: Mapping[str, Any]
+    pad_id: int | None
+
+
+def _stored_in_folder(folder: Path) -> _Stored:
+    tokenizer = _tokenizer_in(folder)
     settings = _read_json(folder / "tokenizer_config.json")
     generation = _read_json(folder / "generation_config.json")
     config = _read_json(folder / "config.json")
     ends = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id"))
     if isinstance(text := config.get("text_config"), dict):  # of a text model inside a model with images
         ends |= _ids(text.get("eos_token_id"))
-    pad_id = config.get("pad_token_id")
     eos_token = _token_text(settings.get("eos_token"))
     if not ends and eos_token and (eos_id := tokenizer.token_to_id(eos_token)) is not None:
         ends = {eos_id}
@@ -311,15 +333,39 @@ def load_tokenizer(
         for name in _SAMPLING_DEFAULTS
         if generation.get("do_sample") and isinstance(generation.get(name), int | float)
     }
-    special_tokens = _special_tokens(settings)
-    template = ChatTemplate.load(folder, settings, chat_template, special_tokens, tool_call_parser)
-    info = _info(settings, template)
-    return Tokenizer(
-        *(tokenizer, plan.vocab_size, frozenset(ends), template, sampling, info, special_tokens, tool_call_parser),
-        excludes_unused_tools=excludes_unused_tools,
-        pad_id=pad_id if isinstance(pad_id, int) else None,
-        sentences=read_sentence_format(folder),
-    )
+    pad_id = config.get("pad_token_id")
+    return _Stored(tokenizer, settings, frozenset(ends), sampling, pad_id if isinstance(pad_id, int) else None)
+
+
+def _stored_in_file(path: Path) -> _Stored:
+    """Reads a GGUF file. The tokenizer.json of a folder that has one is used, if it is of the same model."""
+    try:
+        metadata = read_metadata(path)
+    except TensorFileError as error:
+        raise ModelLoadError(str(error)) from error
+    pad_id = metadata.get(PAD_KEY)
+    beside = path.parent / "tokenizer.json"
+    if not beside.is_file():
+        tokenizer, made = read_tokenizer(metadata, path.name)
+        settings = made.settings
+    else:
+        tokenizer = _tokenizer_in(path.parent)
+        if problem := disagreement(tokenizer, metadata):
+            raise ModelLoadError(f"{beside} is used instead of the tokenizer in {path.name}, and is another: {problem}")
+        made = read_settings(metadata, path.name)
+        settings = made.settings | _read_json(path.parent / "tokenizer_config.json")
+    return _Stored(tokenizer, settings, made.ends, made.sampling, pad_id if isinstance(pad_id, int) else None)
+
+
+def _tokenizer_in(folder: Path) -> _Tokenizer:
+    """Reads tokenizer.json. Raises ModelLoadError."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelLoadError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
+    try:
+        return _Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelLoadError(f"{path} is not a valid tokenizer: {error}") from None
 
 
 def _too_long(tokens: int, max_tokens: int, source: str) -> ContextLengthExceeded:

@@ -42,6 +42,8 @@ from caraserve.model.families import (
     stablelm,
     starcoder2,
 )
+from caraserve.model.gguf.plan import plan_for
+from caraserve.model.gguf.reader import gguf_config, opened_model
 from caraserve.model.not_a_model import why_no_model
 from caraserve.model.opened_file import TensorFileError
 from caraserve.model.plan import DecoderPlan
@@ -135,7 +137,10 @@ def families() -> tuple[Family, ...]:
 
 
 def load_plan(folder: Path) -> DecoderPlan:
-    """Returns the plan of the model in a folder. Raises ModelLoadError with the field that cannot be served."""
+    """Returns the plan of the model in a folder, or in a GGUF file. Raises ModelLoadError with the field that cannot be
+    served."""
+    if folder.is_file():
+        return _plan_of_file(folder)
     plan = plan_of(read_config(folder))
     with suppress(TensorFileError):  # no weights, or none that can be read, which the loader reports
         stored = weight_files(folder)
@@ -147,12 +152,23 @@ def load_plan(folder: Path) -> DecoderPlan:
     return plan
 
 
+def _plan_of_file(path: Path) -> DecoderPlan:
+    config = read_config(path)
+    try:
+        return plan_for(opened_model(path), plan_of(config))
+    except ModelLoadError as error:  # fields are named as in config.json, which the metadata became
+        raise ModelLoadError(error.message.replace("config.json", path.name)) from None
+
+
 def read_config(folder: Path) -> Config:
-    """Reads `folder/config.json`. Raises ModelLoadError if it is missing or no JSON object."""
+    """Reads `folder/config.json`, or what the metadata of a GGUF file say in its place. Raises ModelLoadError if it is
+    missing or no JSON object."""
     path = folder / "config.json"
     try:
         if problem := why_no_model(folder):
             raise ModelLoadError(problem)
+        if folder.is_file():
+            return gguf_config(folder)
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelLoadError(f"{error.filename or path} cannot be read: {error.strerror}") from None

@@ -1,0 +1,206 @@
+"""Reads the tensors of a GGUF model, in the order of rows that Hugging Face's checkpoints have."""
+
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.errors import ModelLoadError
+from caraserve.model.dtype import Code, Dtype, to_float32
+from caraserve.model.folder_reader import StoredTensor, load_errors
+from caraserve.model.gguf.config import config_of
+from caraserve.model.gguf.files import GgufModel, names_in, open_model, stamp_of
+from caraserve.model.gguf_reader import INTERLEAVED, GgufTensor
+from caraserve.model.linear_plan import interleaved_rows
+from caraserve.model.opened_file import OpenedFile, TensorFileError
+
+Raw = NDArray[np.generic]  # float32, or the bits of a 16-bit type as uint16
+_MOST_NUMBERS = 1 << 16  # of a list
+_ROTATED = re.compile(r"blk\.(\d{1,5})\.attn_(q|k)\.(?:weight|bias)")
+
+
+class _Part(OpenedFile):
+    """A file whose header has been read."""
+
+    @property
+    def status(self) -> os.stat_result:
+        return self._status
+
+    def read(self, target: memoryview, offset: int, what: str) -> None:
+        self._read_into(target, offset, what)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor's bytes in an open file. `order`: the stored row of each row; None: rows are as stored."""
+
+    name: str
+    part: _Part
+    tensor: GgufTensor
+    order: tuple[int, ...] | None
+
+    def read_into(self, name: str, target: memoryview, start: int) -> None:
+        """Reads as many bytes as `target` has, from byte `start` of the tensor on."""
+        what = f"tensor {self.name}"
+        if self.order is None:
+            self.part.read(target, self.tensor.start + start, what)
+            return
+        row_bytes = self.tensor.num_bytes // len(self.order)
+        done = 0
+        while done < len(target):
+            row, skipped = divmod(start + done, row_bytes)
+            count = min(row_bytes - skipped, len(target) - done)
+            offset = self.tensor.start + self.order[row] * row_bytes + skipped
+            self.part.read(target[done : done + count], offset, what)
+            done += count
+
+    def rows(self) -> NDArray[np.uint8]:
+        """Returns the bytes of all rows, [rows, bytes]."""
+        rows = self.tensor.shape[0]
+        values = np.empty((rows, self.tensor.num_bytes // rows), np.uint8)
+        self.part.read(values.reshape(-1).data, self.tensor.start, f"tensor {self.name}")
+        return values if self.order is None else values[list(self.order)]
+
+
+class GgufReader:
+    """The tensors of a model. Every error is a ModelLoadError that names the tensor.
+
+    Files are opened when first needed and closed by the end of the context, which without another error raises
+    ModelLoadError if one was changed in the meantime."""
+
+    def __init__(self, path: Path, stored_names: Callable[[str], Sequence[str]] = lambda name: (name,)) -> None:
+        """`stored_names`: returns the names that a tensor may have in the files."""
+        self._stored_names = stored_names
+        with load_errors():
+            self._model = open_model(path)
+        self._opened: dict[int, _Part] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            with load_errors():
+                for file in self._opened.values() if kind is None else ():
+                    file.check_unchanged()
+        finally:
+            for file in self._opened.values():
+                file.close()
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[Raw, Dtype]:
+        """Reads a tensor of plain numbers, which must have this shape."""
+        stored = self._find(name, shape)
+        dtype = plain_dtype(self._model, stored.name)
+        with load_errors():
+            return stored.rows().reshape(-1).view(dtype.storage).reshape(shape), dtype
+
+    def blocks(self, name: str, shape: tuple[int, ...], kind: str) -> NDArray[np.uint8]:
+        """Reads the blocks of a tensor, which must have this shape and type: [..., bytes of a row]."""
+        stored = self._find(name, shape)
+        if stored.tensor.kind != kind:
+            raise ModelLoadError(f"{self._model.name}: tensor {stored.name} has type {stored.tensor.kind}, not {kind}")
+        with load_errors():
+            return stored.rows().reshape(*shape[:-1], -1)
+
+    def codes(self, name: str, shape: tuple[int, ...], code: Code) -> NDArray[np.uint8]:
+        """Raises ModelLoadError: GGUF files have blocks instead."""
+        raise ModelLoadError(f"{self._model.name}: tensor {name} is read as {code.value}, which GGUF files do not have")
+
+    def scales(self, module: str, outputs: int) -> NDArray[np.float32]:
+        """Raises ModelLoadError: GGUF files have blocks instead."""
+        raise ModelLoadError(f"{self._model.name}: {module} is read with scales, which are in the blocks of GGUF files")
+
+    def input_scale(self, module: str) -> float:
+        """Raises ModelLoadError: GGUF files have none."""
+        raise ModelLoadError(f"{self._model.name}: {module} has no scale of its inputs")
+
+    def find(self, name: str, shape: tuple[int, ...], code: Code | None = None) -> StoredTensor:
+        """Returns a tensor, which must have this shape, without reading it. `code`: U8 for the bytes of blocks."""
+        stored = self._find(name, shape)
+        dtype = plain_dtype(self._model, stored.name) if code is None else code
+        return StoredTensor(name, stored, dtype, stored.tensor.num_bytes)
+
+    def vector(self, name: str) -> list[float]:
+        """Reads a small tensor of numbers by its name in the file."""
+        if name not in self._model.tensors or len(shape := self._model.shape(name)) != 1 or shape[0] > _MOST_NUMBERS:
+            raise ModelLoadError(f"{self._model.name}: tensor {name} is missing, or no list of numbers")
+        numbers: list[float] = to_float32(*self(name, shape)).tolist()
+        return numbers
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> _Stored:
+        stored = next((one for one in self._stored_names(name) if one in self._model.tensors), None)
+        if stored is None:
+            raise ModelLoadError(f"{self._model.name}: tensor {name} is missing")
+        found = self._model.shape(stored)
+        if _without_ones(found) != _without_ones(shape):  # converters drop axes of one element, or keep them
+            raise ModelLoadError(
+                f"{self._model.name}: tensor {stored} has shape {list(found)}, the metadata ask {list(shape)}"
+            )
+        with load_errors():
+            return self._stored(stored)
+
+    def _stored(self, name: str) -> _Stored:
+        model, place = self._model, self._model.tensors[name]
+        if place.part not in self._opened:
+            part = _Part(model.paths[place.part])
+            if stamp_of(part.status) != model.stamps[place.part]:
+                part.close()
+                raise TensorFileError(f"{part.name} was changed while it was being read; try again")
+            self._opened[place.part] = part
+        return _Stored(name, self._opened[place.part], place.tensor, row_order(model, name))
+
+
+def opened_model(path: Path) -> GgufModel:
+    """Returns what the headers of a model's files say. Raises ModelLoadError."""
+    with load_errors():
+        return open_model(path)
+
+
+def names_in_file(path: Path) -> tuple[str, ...]:
+    """Returns the names of a model and of those that it was made from. Raises ModelLoadError."""
+    return names_in(opened_model(path).metadata, path)
+
+
+def gguf_config(path: Path) -> dict[str, Any]:
+    """Returns the configuration of a model, as config.json would have it. Raises ModelLoadError."""
+    with GgufReader(path) as reader:
+        return config_of(opened_model(path), reader.vector)
+
+
+def row_order(model: GgufModel, name: str) -> tuple[int, ...] | None:
+    """Returns which stored row each row of a tensor is, None if rows are as in Hugging Face's checkpoints. Raises
+    TensorFileError."""
+    match = _ROTATED.fullmatch(name)
+    if match is None or model.architecture not in INTERLEAVED:
+        return None
+    key = f"{model.architecture}.attention.head_count"
+    heads = model.metadata.get(key)
+    if match[2] == "k":
+        heads = model.metadata.get(f"{key}_kv", heads)
+    if isinstance(heads, list):
+        heads = heads[int(match[1])] if int(match[1]) < len(heads) else None
+    rows = model.shape(name)[0]
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or rows % (2 * heads):
+        raise TensorFileError(f"{model.name}: tensor {name} has {rows} rows, which {heads!r:.20} heads cannot share")
+    return interleaved_rows(heads, rows // heads, rows // heads)
+
+
+def plain_dtype(model: GgufModel, name: str) -> Dtype:
+    """Returns the dtype of a tensor of plain numbers. Raises ModelLoadError for another type."""
+    kind = model.kind(name)
+    if kind not in Dtype.__members__:
+        raise ModelLoadError(f"{model.name}: tensor {name} has type {kind}; F32, F16 or BF16 is needed")
+    return Dtype[kind]
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1) or (math.prod(shape),)

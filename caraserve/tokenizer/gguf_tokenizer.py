@@ -1,0 +1,333 @@
+"""The tokenizer in a GGUF file, with the settings that tokenizer_config.json would have.
+
+The file names how text is split before merges (`tokenizer.ggml.pre`), and has no rule for it. So only names are read
+whose rule is known; another one is refused, because a near rule makes other tokens.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+
+from caraserve.errors import ModelLoadError
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+)
+_SYMBOLS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _SYMBOLS + _ENDS
+_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _SYMBOLS + _ENDS
+_QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _ENDS
+_TEKKEN = _CASED % ("", "") + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _ENDS
+_GPT4O = _CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _ENDS
+_HAN = "[一-龥\u3040-ゟ゠-ヿ]+"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    + _ENDS
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How text is cut before merges: by expressions one after another, or as GPT-2 does it, after single digits or not.
+    `takes_whole`: a piece that is a token is one, whatever merges would make of it."""
+
+    expressions: tuple[str, ...] = ()  # none: as GPT-2
+    single_digits: bool = False
+    composes: bool = False  # characters, first (NFC)
+    takes_whole: bool = False
+    adds_bos: bool = False  # if the file does not say
+
+
+_OF_LLAMA3 = Splitting((_LLAMA3,), takes_whole=True, adds_bos=True)
+_OF_GPT2 = Splitting()
+_WITH_DIGITS = Splitting(single_digits=True)
+_OF_GPT4O = Splitting((_GPT4O,))
+SPLITTINGS: Mapping[str, Splitting] = {
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _OF_LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Splitting((_LLAMA3,))),
+    "qwen2": Splitting((_QWEN2,), composes=True),
+    "deepseek-r1-qwen": Splitting((_QWEN2,)),
+    "qwen35": Splitting((_QWEN35,), composes=True),
+    "tekken": Splitting((_TEKKEN,), takes_whole=True, adds_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), _OF_GPT4O),
+    **dict.fromkeys(("gpt-2", "phi-2"), _OF_GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _WITH_DIGITS),
+    "command-r": Splitting(single_digits=True, composes=True),
+    "deepseek-v3": Splitting((r"\p{N}{1,3}", _HAN, _DEEPSEEK3)),
+}
+_INSTEAD = "put the tokenizer.json of the original model beside the file"
+
+_PREFIX = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
+PAD_KEY = "tokenizer.ggml.padding_token_id"
+_SPACE = "\u2581"  # SentencePiece's visible space
+_MOST_PIECES_CHARS = 1 << 28  # squares of tokens' lengths, which finding merges takes
+_MOST_TOKENS = 1 << 22
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_ENDS_BY_KEY = ("eos", "eot", "eom")
+# Tokens that end a turn, whatever keys say, where they are control tokens.
+_ENDS_BY_TEXT = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>")
+
+
+class _Type(IntEnum):
+    """`tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class GgufSettings:
+    """What a file says beside its tokens. `settings`: as tokenizer_config.json has them; `ends`: the tokens that end an
+    answer; `sampling`: defaults of requests' fields."""
+
+    settings: dict[str, Any]
+    ends: frozenset[int]
+    sampling: Mapping[str, float]
+
+
+def read_tokenizer(metadata: Mapping[str, Any], name: str) -> tuple[Tokenizer, GgufSettings]:
+    """Makes the tokenizer of a file, whose name is `name`. Raises ModelLoadError."""
+    reader = _Reader(metadata, name)
+    return reader.tokenizer(), reader.settings()
+
+
+def read_settings(metadata: Mapping[str, Any], name: str) -> GgufSettings:
+    """Reads a file's settings, for which its tokens need not be understood. Raises ModelLoadError."""
+    return _Reader(metadata, name).settings()
+
+
+class _Reader:
+    """Reads the metadata of one file. Methods raise ModelLoadError."""
+
+    def __init__(self, metadata: Mapping[str, Any], name: str) -> None:
+        self._metadata, self._name = metadata, name
+        self._model = metadata.get(f"{_PREFIX}model")
+        self.tokens = self._list("tokens", str, _MOST_TOKENS) or []
+        self._types = self._list("token_type", int, len(self.tokens)) or [int(_Type.NORMAL)] * len(self.tokens)
+        if not self.tokens or len(self._types) != len(self.tokens):
+            raise self._refusal("tokens", f"must have an element for each of {len(self._types)} types")
+        if self._model == "llama":
+            self.tokens = [_SPACE * len(one) if len(one) > 1 and not one.strip(" ") else one for one in self.tokens]
+        self._ids = {token: index for index, token in enumerate(self.tokens)}
+        if len(self._ids) != len(self.tokens) or "" in self._ids:
+            raise ModelLoadError(f"{name}: {_PREFIX}tokens has a token twice, or one without text; {_INSTEAD}")
+
+    def tokenizer(self) -> Tokenizer:
+        if self._model == "gpt2":
+            made = self._byte_level()
+        elif self._model == "llama":
+            made = self._sentencepiece()
+        else:
+            raise self._refusal("model", f"is not read; gpt2 and llama are: {_INSTEAD}")
+        self._add_tokens(made)
+        self._add_ends(made, **self._flags())
+        return made
+
+    def settings(self) -> GgufSettings:
+        special = {setting: self.tokens[at] for setting, key in _SPECIAL.items() if (at := self._id(key)) is not None}
+        settings = {**special, **self._flags(), **self._templates()}
+        return GgufSettings(settings, self._answer_ends(), self._sampling())
+
+    def _flags(self) -> dict[str, bool]:
+        pre = str(self._metadata.get(f"{_PREFIX}pre"))
+        adds_bos = self._model == "llama" or (pre in SPLITTINGS and SPLITTINGS[pre].adds_bos)
+        defaults = {"add_bos_token": adds_bos, "add_eos_token": False}
+        return {key: self._flag(key, default=default) for key, default in defaults.items()}
+
+    # --- kinds of tokenizers ---
+
+    def _byte_level(self) -> Tokenizer:
+        pre = self._metadata.get(f"{_PREFIX}pre")
+        if not isinstance(pre, str) or pre not in SPLITTINGS:
+            raise self._refusal("pre", f"is not known; {', '.join(SPLITTINGS)} are: {_INSTEAD}")
+        how = SPLITTINGS[pre]
+        made = Tokenizer(self._bpe(self._merges(), ignore_merges=how.takes_whole))
+        if how.composes:
+            made.normalizer = normalizers.NFC()
+        steps: list[Any] = [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in how.expressions]
+        if how.single_digits:
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not how.expressions))
+        made.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        made.decoder = decoders.ByteLevel()
+        return made
+
+    def _sentencepiece(self) -> Tokenizer:
+        """Makes BPE of pieces with byte fallback. A space before the text is added as Llama 2's tokenizer.json and
+        llama.cpp do it: after each special token."""
+        merges = self._merges() if f"{_PREFIX}merges" in self._metadata else self._merges_of_pieces()
+        unknown = self._id("unknown")
+        made = Tokenizer(
+            self._bpe(
+                merges,
+                fuse_unk=True,
+                byte_fallback=True,
+                unk_token=None if unknown is None else self.tokens[unknown],
+            )
+        )
+        steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        spaces = normalizers.Replace(" ", _SPACE)
+        if self._flag("add_space_prefix", default=True):
+            made.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
+            steps.append(decoders.Strip(content=" ", left=1))
+        else:
+            made.normalizer = spaces
+        made.decoder = decoders.Sequence(steps)
+        return made
+
+    def _bpe(self, merges: list[tuple[str, str]], **fields: Any) -> BPE:
+        try:
+            return BPE(vocab=self._ids, merges=merges, **fields)
+        except Exception as error:  # the library raises bare Exception
+            raise ModelLoadError(f"{self._name}: its tokens and merges make no tokenizer: {error!s:.200}") from None
+
+    def _merges(self) -> list[tuple[str, str]]:
+        merges = []
+        for one in self._list("merges", str, 2 * _MOST_TOKENS) or []:
+            first, _, second = one.partition(" ") if not one.startswith(" ") else (" ", "", one[2:])
+            merges.append((first, second))
+        return merges
+
+    def _merges_of_pieces(self) -> list[tuple[str, str]]:
+        """Returns every pair of pieces that makes a piece, the best first: by the scores of what they make, or, in
+        files of Gemma, whose scores do not follow the order of merges, by its place."""
+        if sum(len(token) ** 2 for token in self.tokens) > _MOST_PIECES_CHARS:
+            raise self._refusal("tokens", "are too long to find merges")
+        by_place = str(self._metadata.get("general.architecture", "")).startswith("gemma")
+        scores = [] if by_place else self._list("scores", float, len(self.tokens)) or []
+        if not by_place and len(scores) != len(self.tokens):
+            raise self._refusal("scores", f"must have a number for each of {len(self.tokens)} tokens")
+        found = []
+        for index, token in enumerate(self.tokens):
+            if self._types[index] == _Type.UNUSED:
+                continue
+            pairs = [
+                (self._ids[token[:at]], self._ids[token[at:]])
+                for at in range(1, len(token))
+                if token[:at] in self._ids and token[at:] in self._ids
+            ]
+            rank = index if by_place else -scores[index]
+            found += [(rank, first, second) for first, second in sorted(pairs)]
+        found.sort(key=lambda one: (one[0], -len(self.tokens[one[1]]), -len(self.tokens[one[2]])))
+        return [(self.tokens[first], self.tokens[second]) for _, first, second in found]
+
+    # --- tokens that are not pieces of text ---
+
+    def _add_tokens(self, made: Tokenizer) -> None:
+        """Adds the tokens that are found in a text before it is split: control tokens, and those of users."""
+        special = {self._id(key) for key in _SPECIAL.values()}
+        added = []
+        for index, (token, kind) in enumerate(zip(self.tokens, self._types, strict=True)):
+            is_special = kind in (_Type.CONTROL, _Type.UNKNOWN) or index in special
+            if is_special or (kind == _Type.USER_DEFINED and token.strip(_SPACE)):
+                added.append(AddedToken(token, special=is_special, normalized=False))
+        made.add_tokens(added)
+
+    def _add_ends(self, made: Tokenizer, *, add_bos_token: bool, add_eos_token: bool) -> None:
+        """Adds tokens at the begin and the end of texts."""
+        begin, end = self._id("bos") if add_bos_token else None, self._id("eos") if add_eos_token else None
+        ids = [(self.tokens[index], index) for index in (begin, end) if index is not None]
+        if not ids:
+            return
+
+        def around(part: str) -> list[str]:
+            first = [] if begin is None else [self.tokens[begin]]
+            return [*first, part, *([] if end is None else [self.tokens[end]])]
+
+        made.post_processor = TemplateProcessing(
+            single=around("$A"), pair=[*around("$A"), *around("$B")], special_tokens=ids
+        )
+
+    def _answer_ends(self) -> frozenset[int]:
+        by_key = {self._id(key) for key in _ENDS_BY_KEY}
+        by_text = {self._ids.get(text) for text in _ENDS_BY_TEXT}
+        controls = {one for one in by_text if one is not None and self._types[one] == _Type.CONTROL}
+        return frozenset(one for one in by_key | controls if one is not None)
+
+    # --- values ---
+
+    def _templates(self) -> dict[str, Any]:
+        """Returns `chat_template`: the only one, or all by name."""
+        default = self._metadata.get(_TEMPLATE)
+        named = {
+            key.removeprefix(f"{_TEMPLATE}."): value
+            for key, value in self._metadata.items()
+            if key.startswith(f"{_TEMPLATE}.") and isinstance(value, str)
+        }
+        if not isinstance(default, str):
+            return {}
+        if not named:
+            return {"chat_template": default}
+        return {
+            "chat_template": [{"name": name, "template": text} for name, text in ({"default": default} | named).items()]
+        }
+
+    def _sampling(self) -> dict[str, float]:
+        """Returns the sampling that the model was published with, by the names of requests' fields."""
+        keys = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+        keys["penalty_repeat"] = "repetition_penalty"
+        found = {field: self._metadata.get(f"general.sampling.{key}") for key, field in keys.items()}
+        return {
+            field: value
+            for field, value in found.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+
+    def _id(self, key: str) -> int | None:
+        """Returns the id of a token that a key names."""
+        value = self._metadata.get(f"{_PREFIX}{key}_token_id")
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self._refusal(f"{key}_token_id", "must be a number")
+        return value if 0 <= value < len(self.tokens) else None
+
+    def _flag(self, key: str, *, default: bool) -> bool:
+        value = self._metadata.get(_PREFIX + key, default)
+        if not isinstance(value, bool):
+            raise self._refusal(key, "must be true or false")
+        return value
+
+    def _list(self, key: str, kind: type, most: int) -> list[Any] | None:
+        value = self._metadata.get(_PREFIX + key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) > most or not all(isinstance(one, kind) for one in value):
+            raise self._refusal(key, f"must be a list of up to {most} values of one kind")
+        return value
+
+    def _refusal(self, key: str, why: str) -> ModelLoadError:
+        value = ascii(self._metadata.get(_PREFIX + key, "absent"))[:80]
+        return ModelLoadError(f"{self._name}: {_PREFIX}{key} is {value}; it {why}")
+
+
+def disagreement(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> str:
+    """Returns what differs between a tokenizer that lies beside a file and the tokens in the file; "" if nothing."""
+    tokens, types = metadata.get(f"{_PREFIX}tokens"), metadata.get(f"{_PREFIX}token_type")
+    for index, token in _compared(tokens, types):
+        if tokenizer.id_to_token(index) != token:
+            return (
+                f"token {index} is {ascii(tokenizer.id_to_token(index))[:80]} there and {ascii(token)[:80]} in the file"
+            )
+    return ""
+
+
+def _compared(tokens: Any, types: Any) -> Iterator[tuple[int, str]]:
+    """Yields the tokens that both write alike: pieces of text."""
+    if isinstance(tokens, list) and isinstance(types, list):
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=False)):
+            if kind == _Type.NORMAL and isinstance(token, str):
+                yield index, token
