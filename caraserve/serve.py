@@ -44,11 +44,11 @@ from caraserve.lora.uploads import AdapterUploads
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.digest import model_digest
 from caraserve.model.families import load_plan
-from caraserve.model.gguf.files import plain_name
 from caraserve.model.plan import DecoderPlan
 from caraserve.profiling.apply import check_profile, loading_rules, prepare_machine
 from caraserve.start_checks import (
     adapter_folders,
+    base_names,
     check_names,
     check_paths,
     check_routing,
@@ -112,12 +112,6 @@ def _with_demo_adapters(lora: LoraConfig) -> LoraConfig:
             uploads = None if why_unwritable(folder) else folder
     roots = [demo.adapters_folder(), *lora.allow_adapter_path]
     return replace(lora, lora_modules=[*bundled, *lora.lora_modules], adapters_dir=uploads, allow_adapter_path=roots)
-
-
-def base_names(model: ModelConfig) -> tuple[str, ...]:
-    """Returns all names of the base model in the API; /v1/models lists only the first."""
-    assert model.model is not None, "with_demo comes first"
-    return tuple(dict.fromkeys(model.served_model_name)) or (plain_name(model.model.resolve()),)
 
 
 async def build_engine(

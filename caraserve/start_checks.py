@@ -13,6 +13,7 @@ from caraserve.lora.base_names import Likeness, likeness, names_of_base
 from caraserve.lora.folder_contents import NO_ADAPTERS, why_no_adapter
 from caraserve.lora.served_base import ServedBase
 from caraserve.model.families import read_config
+from caraserve.model.gguf.files import plain_name
 from caraserve.model.gguf.reader import names_in_file
 from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.cache_folder import why_unwritable
@@ -103,6 +104,12 @@ def check_names(model: ModelConfig, lora: LoraConfig, base_names: tuple[str, ...
                 f"adapter {module.name!r} says that its base model is {module.base_model!r}; "
                 f"{base_names[0]!r} is served here"
             )
+
+
+def base_names(model: ModelConfig) -> tuple[str, ...]:
+    """Returns all names of the base model in the API; /v1/models lists only the first."""
+    assert model.model is not None, "with_demo comes first"
+    return tuple(dict.fromkeys(model.served_model_name)) or (plain_name(model.model.resolve()),)
 
 
 def served_names(model: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ FAMILIES_EXEMPT = {
     "tokenizer/tool_format.py": "parsers of tool calls",
     "bench/synthetic.py": "shapes of models to measure",
     "model/gguf_reader.py": "models whose rows llama.cpp reorders",
+    "model/gguf": "families by architectures of GGUF files",
 }
 # Files that may name the modules of a Llama layer.
 TARGETS_EXEMPT = {
@@ -42,6 +43,8 @@ FORMATS_EXEMPT = {
     "cpu/linear": "kernels of formats",
     "gpu/linear": "kernels of formats",
     "model/gguf_reader.py": "types of tensors in its files",
+    "model/gguf": "formats of types of tensors",
+    "model/checkpoint.py": "the same",
     "gpu/weights.py": "embeddings are rows of plain numbers",
     "cpu/weights.py": "embeddings are rows of plain numbers",
     "cpu/merged_weights.py": "only plain numbers hold a sum",

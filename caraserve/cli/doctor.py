@@ -33,10 +33,11 @@ from caraserve.model.families import load_plan
 from caraserve.model.opened_file import TensorFileError
 from caraserve.model.plan import DecoderPlan
 from caraserve.profiling.apply import check_profile
-from caraserve.serve import base_names, with_demo
+from caraserve.serve import with_demo
 from caraserve.serve_cluster import check_cluster
 from caraserve.start_checks import (
     adapter_folders,
+    base_names,
     check_names,
     check_paths,
     check_routing,

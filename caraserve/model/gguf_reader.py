@@ -89,7 +89,8 @@ class GgufFile(OpenedFile):
         super().__init__(path)
         header = _Header(self._read, self._status.st_size, most_header_bytes, self.name)
         if not is_part and header.metadata.get("split.count", 0) not in (0, 1):
-            raise TensorFileError(f"{self.name} is a part of several files; join them with gguf-split --merge")
+            why = "it is a part of several files; join them with gguf-split --merge"
+            raise TensorFileError(f"{self.name} is not a valid GGUF file: {why}")
         self.metadata: dict[str, Any] = header.metadata
         self.header_bytes = header.num_bytes
         self._tensors = header.tensors

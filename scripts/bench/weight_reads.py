@@ -19,6 +19,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 
 from caraserve.bench.records import machine, versions
@@ -95,7 +96,8 @@ def _gb_per_s(plan: DecoderPlan, folder: Path, read: Read) -> float:
 def _one_after_another(plan: DecoderPlan, tensors: Sequence[StoredTensor]) -> None:
     pinned = cycle([huge_pages(_STAGING_BYTES) for _ in range(2)])
     for tensor in tensors:
-        values = tensor.file.raw(tensor.name).reshape(-1).view("uint8")
+        values = np.empty(tensor.num_bytes, np.uint8)
+        tensor.read_into(values.data, 0)
         for start in range(0, len(values), _STAGING_BYTES):
             piece = values[start : start + _STAGING_BYTES]
             next(pinned)[: len(piece)] = piece
