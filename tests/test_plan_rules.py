@@ -28,6 +28,7 @@ FAMILIES_EXEMPT = {
     "bench/synthetic.py": "shapes of models to measure",
     "model/gguf_reader.py": "models whose rows llama.cpp reorders",
     "model/gguf": "families by architectures of GGUF files",
+    "tokenizer/gguf_tokenizer.py": "rules by which texts are split",
 }
 # Files that may name the modules of a Llama layer.
 TARGETS_EXEMPT = {
