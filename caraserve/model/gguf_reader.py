@@ -32,6 +32,7 @@ _MOST_HEADER_BYTES = 64 << 20  # a tokenizer of 256,000 tokens takes 10 MiB
 _MOST_KEY_BYTES, _MOST_NAME_BYTES, _MOST_DIMENSIONS = 1 << 16, 256, 4
 _MOST_PAIRS = 1 << 16
 _STRING, _ARRAY, _BOOL = 8, 9, 7
+_LENGTH = struct.Struct("<Q")  # of a text
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # types of metadata
 # Types of tensors: name, values in a block, bytes of a block.
 _TYPES: dict[int, tuple[str, int, int]] = {
@@ -83,11 +84,19 @@ class GgufTensor:
 class GgufFile(OpenedFile):
     """One GGUF file, open for reading. `metadata`: its values by key; arrays are lists."""
 
-    def __init__(self, path: Path, most_header_bytes: int = _MOST_HEADER_BYTES, *, is_part: bool = False) -> None:
-        """Opens the file. Raises TensorFileError for anything but a well-formed regular file, for a header of more
-        bytes, and for one of several parts unless `is_part`."""
+    def __init__(
+        self,
+        path: Path,
+        most_header_bytes: int = _MOST_HEADER_BYTES,
+        *,
+        is_part: bool = False,
+        skipped: str | None = None,
+    ) -> None:
+        """Opens the file. `skipped`: how the keys of lists of texts begin that are not kept. Raises TensorFileError for
+        anything but a well-formed regular file, for a header of more bytes, and for one of several parts unless
+        `is_part`."""
         super().__init__(path)
-        header = _Header(self._read, self._status.st_size, most_header_bytes, self.name)
+        header = _Header(self._read, self._status.st_size, most_header_bytes, self.name, skipped)
         if not is_part and header.metadata.get("split.count", 0) not in (0, 1):
             why = "it is a part of several files; join them with gguf-split --merge"
             raise TensorFileError(f"{self.name} is not a valid GGUF file: {why}")
@@ -144,12 +153,19 @@ class GgufFile(OpenedFile):
 class _Header:
     """Reads the header once, from the start of the file. Raises TensorFileError."""
 
-    def __init__(self, read: Callable[[int, int], bytes], file_bytes: int, most_bytes: int, name: str) -> None:
-        self._name, self._file_bytes, self._at = name, file_bytes, 0
+    def __init__(
+        self,
+        read: Callable[[int, int], bytes],
+        file_bytes: int,
+        most_bytes: int,
+        name: str,
+        skipped: str | None = None,
+    ) -> None:
+        self._name, self._file_bytes, self._at, self._skipped = name, file_bytes, 0, skipped
         self._data = read(0, min(file_bytes, most_bytes))
         try:
             self.metadata, self.tensors = self._parse()
-        except _TooShort:
+        except (_TooShort, struct.error):
             raise self._invalid(f"its header has more than {len(self._data)} bytes") from None
         except UnicodeDecodeError:
             raise self._invalid("its header has a text that is not UTF-8") from None
@@ -169,7 +185,7 @@ class _Header:
             key = self._text(_MOST_KEY_BYTES)
             if key in metadata:
                 raise self._invalid(f"it has {ascii(key)[:80]} twice")
-            metadata[key] = self._value(self._number("I"))
+            metadata[key] = self._value(self._number("I"), skips_texts=self._skips(key))
         return metadata, self._tensors(tensors, self._alignment(metadata))
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
@@ -207,7 +223,10 @@ class _Header:
             end = tensor.start + tensor.num_bytes
         return tensors
 
-    def _value(self, kind: int, *, nested: bool = False) -> Any:
+    def _skips(self, key: str) -> bool:
+        return self._skipped is not None and key.startswith(self._skipped)
+
+    def _value(self, kind: int, *, nested: bool = False, skips_texts: bool = False) -> Any:
         if kind == _STRING:
             return self._text(len(self._data))
         if kind == _BOOL:
@@ -222,6 +241,12 @@ class _Header:
         if inner in _NUMBERS:
             item = _NUMBERS[inner]
             return list(struct.unpack(f"<{count}{item}", self._take(count * struct.calcsize(item))))
+        if skips_texts and inner == _STRING:
+            for _ in range(count):  # 0.2 µs each, of which a tokenizer has 800,000
+                self._at += _LENGTH.size + _LENGTH.unpack_from(self._data, self._at)[0]
+                if self._at > len(self._data):
+                    raise _TooShort
+            return []
         return [self._value(inner, nested=True) for _ in range(count)]
 
     def _number(self, kind: str) -> Any:

@@ -210,19 +210,19 @@ class _Reader:
         scores = [] if by_place else self._list("scores", float, len(self.tokens)) or []
         if not by_place and len(scores) != len(self.tokens):
             raise self._refusal("scores", f"must have a number for each of {len(self.tokens)} tokens")
+        id_of = self._ids.get  # 2 million calls for the tokens of Gemma
         found = []
         for index, token in enumerate(self.tokens):
             if self._types[index] == _Type.UNUSED:
                 continue
-            pairs = [
-                (self._ids[token[:at]], self._ids[token[at:]])
-                for at in range(1, len(token))
-                if token[:at] in self._ids and token[at:] in self._ids
-            ]
-            rank = index if by_place else -scores[index]
-            found += [(rank, first, second) for first, second in sorted(pairs)]
-        found.sort(key=lambda one: (one[0], -len(self.tokens[one[1]]), -len(self.tokens[one[2]])))
-        return [(self.tokens[first], self.tokens[second]) for _, first, second in found]
+            rank, size = index if by_place else -scores[index], len(token)
+            for at in range(size - 1, 0, -1):  # of equal ranks, the longest first piece comes first
+                first = id_of(token[:at])
+                if first is not None and (second := id_of(token[at:])) is not None:
+                    found.append((rank, -at, at - size, index, first, second))
+        if not by_place:
+            found.sort()
+        return [(self.tokens[first], self.tokens[second]) for *_, first, second in found]
 
     # --- tokens that are not pieces of text ---
 

@@ -121,7 +121,7 @@ def _headers(paths: tuple[Path, ...], stamps: tuple[Stamp, ...]) -> GgufModel:
     tensors: dict[str, Place] = {}
     header_bytes = []
     for part, path in enumerate(paths):
-        with GgufFile(path, is_part=True) as file:
+        with GgufFile(path, is_part=True, skipped=_TOKENIZER) as file:
             header_bytes.append(file.header_bytes)
             _check_part(file, part, len(paths))
             if part == 0:
