@@ -263,6 +263,13 @@ class EngineConfig(Config):
     cpu_threads: int | None = option(
         **_COUNT, help="compute threads (default: one less than the cores, but both of two)"
     )
+    num_speculative_tokens: int = option(
+        16,
+        type=at_least(0),
+        metavar="N",
+        help="most tokens in one iteration that are guessed from the requests' own texts and verified, on a CPU and "
+        "where it saves time; 0: none",
+    )
     seed: int = option(0, type=int, help="seed of requests without one, and of dummy weights")
     enforce_eager: bool = option(False, **_SWITCH, help="on a GPU: launch kernels one by one, without graphs")
     max_unread_bytes: int | None = option(

@@ -29,6 +29,7 @@ from caraserve.engine.merge_policy import MergePolicy
 from caraserve.engine.queues import RequestQueues
 from caraserve.engine.side_batches import SideBatches
 from caraserve.engine.slot_allocator import SlotAllocator
+from caraserve.engine.speculation import Speculation
 from caraserve.engine.stats import EngineLoad, IterationObserver, RequestCounts, rank_of, snapshot_of
 from caraserve.engine.token_stream import TokenStream
 from caraserve.engine.unread import UnreadAnswer, UnreadBudget, default_budget_bytes
@@ -113,7 +114,9 @@ class Engine:
             observe_preemption=metrics.observe_preemption,
             now=now,
         )
-        self._executor = Executor(limits, self._queues, self._slots, self._side_batches, launcher, merging)
+        self._speculation = Speculation(limits, config.num_speculative_tokens, metrics.observe_drafts)
+        parts = limits, self._queues, self._slots, self._side_batches, launcher
+        self._executor = Executor(*parts, merging, self._speculation)
         self._idle = asyncio.Event()
         self._idle.set()
         catalog.manager.on_change(self._wake.set)
@@ -253,6 +256,9 @@ class Engine:
         """Runs turn after turn until cancelled."""
         pending: LaunchedBatch | None = None
         while True:
+            if pending is not None and self._speculation.needs_results(pending.rows):
+                await self._process_output(pending)
+                pending = None
             self._wake.clear()
             await self._expire()
             begins_s = self._times.next_begin_s(self._now())
@@ -311,9 +317,9 @@ class Engine:
             self._fail_iteration(launched, outcome)
             return
         duration_s = outcome.done_s - outcome.started_s
-        is_typical = not any(row.waited_ms or row.cpu_layers for row in outcome.rows)
-        error_s = self._times.end(outcome.done_s, outcome.started_s, is_typical=is_typical)
+        error_s = self._times.end(outcome.done_s, outcome.started_s, is_typical=outcome.is_typical)
         self._metrics.observe_begin(error_s)
+        self._speculation.observe(launched.rows, outcome)
         self._tokens_per_s += 0.1 * (launched.num_tokens / max(duration_s, 1e-6) - self._tokens_per_s)
         for observe in self._observers:
             observe(launched.rows, 1000 * duration_s)
@@ -373,23 +379,26 @@ class Engine:
         request = active.request
         if result.prompt_scored:
             active.send_prompt_scores(row, result)
-        token = result.token_id
         if result.embedding is not None:
             if (embedding := active.pool(row, result.embedding)) is not None:
                 self._finish(active, "stop", embedding=embedding)
             return
-        if token is None:
+        if not result.token_ids:
             if request.inputs.params.max_tokens == 0 and row.start + row.count == request.prompt_tokens:
                 self._finish(active, "length")
             return
-        self._observe_token(active, done_s)
-        self._queues.waiting.charge(request.inputs.tenant, 0, 1)
-        text, reason, stop_reason = active.record_token(token, self.tokenizer.eos_ids, self.max_model_len, self._now())
-        logprobs = (result.scored,) if result.scored else ()
-        if reason is None:
-            active.stream.put(TokenDelta(text, (token,), logprobs))
-        else:
-            self._finish(active, reason, stop_reason=stop_reason, text=text, token_ids=(token,), logprobs=logprobs)
+        self._queues.waiting.charge(request.inputs.tenant, 0, 1 + len(row.drafts))
+        if row.drafts:
+            self._speculation.settle(active, row, result)
+        for at, token in enumerate(result.token_ids):
+            self._observe_token(active, done_s)
+            now_s, eos_ids = self._now(), self.tokenizer.eos_ids
+            text, reason, stop_reason = active.record_token(token, eos_ids, self.max_model_len, now_s)
+            logprobs, ids = result.scored[at : at + 1], (token,)
+            if reason is not None:
+                self._finish(active, reason, stop_reason=stop_reason, text=text, token_ids=ids, logprobs=logprobs)
+                return
+            active.stream.put(TokenDelta(text, ids, logprobs))
 
     def _observe_choice(self, active: ActiveRequest, done_s: float) -> None:
         """Reports, once for each request, the start that mode `auto` chose, and its predicted and measured time."""

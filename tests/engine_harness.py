@@ -38,7 +38,7 @@ _STREAMED_LAYERS = 4
 
 class _Metrics:
     def __init__(self) -> None:
-        self.preemptions = self.first_tokens = 0
+        self.preemptions = self.first_tokens = self.drafted = self.accepted = 0
         self.choices: list[tuple[str, float, float]] = []
         self.iterations_ms: list[float] = []
         self.begin_errors_s: list[float] = []
@@ -57,6 +57,9 @@ class _Metrics:
 
     def observe_first_token(self, seconds: float) -> None:
         self.first_tokens += 1
+
+    def observe_drafts(self, drafts: int, accepted: int) -> None:
+        self.drafted, self.accepted = self.drafted + drafts, self.accepted + accepted
 
     def observe_token_gap(self, seconds: float) -> None: ...
     def observe_finish(self, finish: Finish) -> None: ...
@@ -249,6 +252,7 @@ async def harness(
     state_bytes: int = 0,
     clock_step_s: float = 0.0,
     iteration_ms: IterationTime | None = None,
+    draft_tokens: int = 0,
 ) -> AsyncIterator[EngineHarness]:
     """Builds one. `spare_bytes`: memory beyond `blocks` blocks and the largest adapter, where they share it.
     `streamed_batches`: if above 0, adapters have several layers, which are downloaded one by one. `clock_step_s`: time
@@ -265,6 +269,7 @@ async def harness(
         assisted_batches=assisted_batches,
         streamed_batches=streamed_batches,
         state_bytes=state_bytes,
+        draft_tokens=draft_tokens,
     )
     backend = FakeBackend(limits, layerwise=mode in LAYERWISE_MODES)
     layers = _STREAMED_LAYERS if streamed_batches else 1
@@ -285,9 +290,8 @@ async def harness(
     rules = CatalogRules("base", (), room.most_adapter_bytes, arena.num_bytes, keep_on_device)
     catalog = _Catalog(None, registry, manager, reader, rules)  # type: ignore[arg-type]
     catalog.add_at_start([(f"a{index}", Path(f"digest-{index}")) for index in range(adapters)], lambda: None)
-    config = type(
-        "Config", (), {"max_queue": 10_000, "seed": 0, "enable_prefix_caching": True, "max_unread_bytes": None}
-    )
+    settings = {"max_queue": 10_000, "seed": 0, "enable_prefix_caching": True, "max_unread_bytes": None}
+    config = type("Config", (), settings | {"num_speculative_tokens": draft_tokens})
 
     def now() -> float:
         backend.now_s += clock_step_s

@@ -181,7 +181,7 @@ class FakeBackend:
         for position in range(row.start, row.start + row.count):
             self._entries[self._place(row.slot, position)] = -position
         side_batch.done(
-            self._result(self.now_s - 1.0, RowResult(None, needs_retry=True))
+            self._result(self.now_s - 1.0, RowResult(needs_retry=True))
             if outcome == "void"
             else RuntimeError("the lane failed")
         )
@@ -324,6 +324,11 @@ class FakeBackend:
             self._tables[start.slot] = {}
         for grant in plan.grants:
             self._tables[grant.slot].update(enumerate(grant.blocks, grant.first))
+        for row in plan.rows:
+            if row.drafts:
+                if row.start + 1 != len(self._history[row.slot]):
+                    self.faults.append(f"{row} has drafts before its last token is known")
+                self._history[row.slot] += row.drafts
 
     def _run(self, plan: Batch) -> StepResult | Exception:
         self._apply(plan)
@@ -358,24 +363,27 @@ class FakeBackend:
             self.faults.append(f"{row} names an adapter that has not arrived")
         if row.adapter_slot not in self.bound or end > len(history):
             self.faults.append(f"{row} names an unbound adapter or unknown tokens")
-            return RowResult(None)
+            return RowResult()
         streamed = self._bound_streams.get(row.adapter_slot)
         if not (in_side_batch or streamed is None or streamed.is_whole):
             self.faults.append(f"{row} would wait for layers that have not come")
         entry = self._entries[self._place(row.slot, row.start - 1)] if row.start else _ROOT
-        prompt_scored = []
+        prompt_scored, drawn = [], []
         for position in range(row.start, end):
             entry = hash((self.bound[row.adapter_slot], history[position], entry))
             self._entries[self._place(row.slot, position)] = entry
+            drawn.append(entry)
             if row.prompt_logprobs is not None and position + 1 < self._prompt_tokens[row.slot]:
                 prompt_scored.append(TokenLogprob(history[position + 1], float(-position - 1)))
         waited_ms = STALL_MS if row.adapter_slot in self.arriving else 0.0
         if not row.samples:
             embedding = _embedding(entry) if row.embeds else None
-            return RowResult(None, prompt_scored=tuple(prompt_scored), waited_ms=waited_ms, embedding=embedding)
-        del history[end:]
-        history.append(entry % VOCAB_SIZE)
-        return RowResult(history[end], prompt_scored=tuple(prompt_scored), waited_ms=waited_ms)
+            return RowResult(prompt_scored=tuple(prompt_scored), waited_ms=waited_ms, embedding=embedding)
+        chosen = [entry % VOCAB_SIZE for entry in drawn[-1 - len(row.drafts) :]]
+        right = [token == draft for token, draft in zip(chosen, row.drafts, strict=False)]
+        tokens = chosen[: [*right, False].index(False) + 1]
+        history[end - len(row.drafts) :] = tokens
+        return RowResult(tuple(tokens), prompt_scored=tuple(prompt_scored), waited_ms=waited_ms)
 
 
 class FakeTokenizer:

@@ -137,7 +137,7 @@ FLAGS = (
     _only("--scheduling-policy --schedule-policy", "fcfs", "tenants take turns; of a user's requests those with a "
           "lower `priority` go first, then those that came first", "tenants take turns; of a user's requests the first "
           "goes first, unless they have a `priority`"),
-    _any("--speculative-config", "output is the same without speculation"),
+    _any("--speculative-config", "answers are the same with any; see --num-speculative-tokens"),
     # API
     _any("--reasoning-parser", "the marks of reasoning are those of the model's chat template"),
     _switch("--enable-reasoning", "reasoning is apart from the answer wherever the chat template has marks for it"),

@@ -43,6 +43,7 @@ class Limits:
     shared: SharedMemory | None = None  # None: KV blocks and adapters have memory of their own
     assisted_batches: int = 0  # maximum of concurrent assisted prefills; 0: CPU workers help only within iterations
     streamed_batches: int = 0  # maximum of concurrent streamed prefills; 0: a prefill waits for the whole download
+    draft_tokens: int = 0  # maximum of drafts in an iteration; 0: rows cannot have any
 
 
 class Backend(Protocol):

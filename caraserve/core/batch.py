@@ -26,6 +26,9 @@ class ScheduledRow:
 
     `assist`: CPU workers may compute the LoRA of layers whose weights have not arrived on the device yet; otherwise the
     iteration waits for them. `samples`: a token for position start + count is drawn and stored in the slot's history.
+    `drafts`: guesses of the tokens at positions [start + 1, start + count), of a row that samples and has one known
+    token. A token is then drawn after each position, and those up to the first that differs from its guess are the
+    row's; the backend stores them in the history, and what it wrote for the positions after them is void.
     `embeds`: the last token's hidden state after the final norm is returned, with `averages` the sum of all tokens'; a
     row cannot sample and embed.
     `prompt_logprobs`: how many alternatives to report for each of the positions (start, start + count] that lie inside
@@ -42,7 +45,8 @@ class ScheduledRow:
     assist: bool = False
     embeds: bool = False
     averages: bool = False
-    matcher: "TokenMatcher | None" = None  # of a row that samples
+    matcher: "TokenMatcher | None" = None  # of a row that samples, without drafts
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +124,21 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """The result of one row: the token sampled (None if the row does not sample), and the scores that it requested.
+    """The result of one row: the tokens sampled, one or, with drafts, several; and the scores that it requested, one
+    for each of them if any. A row that does not sample has neither.
 
     `cpu_layers`: layers whose LoRA CPU workers computed because the weights had not arrived. `waited_ms`: time for
     which the row, and in an iteration all other rows with it, waited for weights of its adapter. `cpu_lora_ms`: time
     that the workers spent on those layers, added over workers.
     `needs_retry`: nothing was computed, because CPU workers failed, layers did not arrive, or the wait for them was
-    cancelled. The row is to be launched again, without CPU workers. `is_finite`: False if a logit of the row, or a
-    number of its embedding, is infinite or not a number; the row has no token, no scores and no embedding then.
-    `failure`: the request's grammar failed, and the row's token is undefined; or its adapter could not be copied, and
-    the row, which is not finite then, was not computed. `embedding`: float32 [hidden], if the row embeds.
+    cancelled. The row is to be launched again, without CPU workers. `is_finite`: False if a logit of the row's first
+    token, or a number of its embedding, is infinite or not a number; the row has no token, no scores and no embedding
+    then. `failure`: the request's grammar failed, and the row's token is undefined; or its adapter could not be copied,
+    and the row, which is not finite then, was not computed. `embedding`: float32 [hidden], if the row embeds.
     """
 
-    token_id: int | None
-    scored: TokenLogprob | None = None
+    token_ids: tuple[int, ...] = ()
+    scored: tuple[TokenLogprob, ...] = ()
     prompt_scored: tuple[TokenLogprob, ...] = ()
     cpu_layers: int = 0
     waited_ms: float = 0.0
@@ -143,6 +148,11 @@ class RowResult:
     failure: CaraServeError | None = None
     embedding: bytes | None = None
 
+    @property
+    def token_id(self) -> int | None:
+        """The last token, or None if the row does not sample."""
+        return self.token_ids[-1] if self.token_ids else None
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -151,6 +161,11 @@ class StepResult:
     rows: tuple[RowResult, ...]
     started_s: float
     done_s: float
+
+    @property
+    def is_typical(self) -> bool:
+        """Whether its time is that of its rows alone, without waits for weights or for CPU workers."""
+        return not any(row.waited_ms or row.cpu_layers for row in self.rows)
 
     def interruptions_ms(self, rows: Sequence[ScheduledRow]) -> list[float]:
         """Returns for each of the batch's rows how many ms it waited for weights of other rows' adapters."""

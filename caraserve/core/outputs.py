@@ -1,8 +1,9 @@
 """The outputs of an iteration: which tokens are sampled, scored or embedded, and each row's result; the same on every
 device.
 
-A backend computes outputs in this order: for each row first the prompt tokens to be scored, then the token to be
-sampled. Embeddings are apart, in the order of the rows, because they need no logits.
+A backend computes outputs in this order: for each row first the prompt tokens to be scored, then the tokens to be
+sampled: one, or one more than the row has drafts. Embeddings are apart, in the order of the rows, because they need no
+logits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,8 @@ from caraserve.core.batch import Batch, RowResult, ScheduledRow
 from caraserve.core.request import TokenLogprob
 from caraserve.errors import GrammarFailed
 
-SAMPLE, SCORE, SAMPLE_MASKED = 0, 1, 2  # kinds of output; SAMPLE_MASKED: of a row with a matcher
+# Kinds of output. SAMPLE_MASKED: of a row with a matcher. VERIFY: of a row with drafts, which follow in the history.
+SAMPLE, SCORE, SAMPLE_MASKED, VERIFY = 0, 1, 2, 3
 NOT_FINITE = -1  # in a token's place: a logit is infinite or not a number, so no token can be chosen or scored
 
 
@@ -60,6 +62,11 @@ def _num_embedded(row: ScheduledRow) -> int:
     return row.count if row.averages else int(row.embeds)
 
 
+def _num_sampled(row: ScheduledRow) -> int:
+    """Returns after how many last tokens of a row a token is drawn."""
+    return row.samples + len(row.drafts)
+
+
 def outputs_of(rows: tuple[ScheduledRow, ...], prompt_tokens: NDArray[np.int64]) -> Output:
     """Returns the outputs of a batch. `prompt_tokens`: int64, by request slot."""
     tokens: list[int] = []
@@ -72,11 +79,11 @@ def outputs_of(rows: tuple[ScheduledRow, ...], prompt_tokens: NDArray[np.int64])
         tokens += [first + position - row.start for position in scored]
         kinds += [SCORE] * len(scored)
         logprobs += [row.prompt_logprobs or 0] * len(scored)
-        if row.samples:
-            tokens.append(first + row.count - 1)
-            kinds.append(SAMPLE if row.matcher is None else SAMPLE_MASKED)
-            logprobs.append(-1 if row.logprobs is None else row.logprobs)
+        sampled = _num_sampled(row)
         first += row.count
+        tokens += range(first - sampled, first)
+        kinds += [VERIFY if row.drafts else SAMPLE if row.matcher is None else SAMPLE_MASKED] * sampled
+        logprobs += [-1 if row.logprobs is None else row.logprobs] * sampled
         embedded += range(first - _num_embedded(row), first)
     token, kind, wanted, at = (np.array(part, np.int64) for part in (tokens, kinds, logprobs, embedded))
     return Output(token, kind, wanted, at, most_logprobs=max([0, *logprobs]))
@@ -113,11 +120,11 @@ def collect(
         is_finite = NOT_FINITE not in chosen[index : index + count + row.samples]
         prompt = tuple(_scored(outputs, found, at) for at in range(index, index + count)) if is_finite else ()
         index += count
-        token, scored = None, None
-        if row.samples and is_finite:
-            token = chosen[index]
-            scored = _scored(outputs, found, index) if row.logprobs is not None else None
-        index += row.samples
+        drawn = chosen[index : index + _num_sampled(row)] if is_finite else []
+        tokens = _verified(drawn, row.drafts)
+        wanted = range(index, index + len(tokens)) if row.logprobs is not None else ()
+        scored = tuple(_scored(outputs, found, at) for at in wanted)
+        index += _num_sampled(row)
         states = found.embeddings[embedded : embedded + _num_embedded(row)]
         embedding, embedded = _embedding(states) if row.embeds else None, embedded + len(states)
         is_finite = is_finite and (embedding is not None or not row.embeds)
@@ -125,7 +132,7 @@ def collect(
         failure = (failures or {}).get(row.slot)
         results.append(
             RowResult(
-                token,
+                tokens,
                 scored,
                 prompt,
                 cost.cpu_layers,
@@ -137,6 +144,14 @@ def collect(
             )
         )
     return tuple(results)
+
+
+def _verified(drawn: Sequence[int], drafts: Sequence[int]) -> tuple[int, ...]:
+    """Returns the tokens drawn as far as each was drawn after the right ones: up to the first that differs from its
+    draft, or before the first place where none could be drawn. That place is then computed again."""
+    right = next((at for at, draft in enumerate(drafts) if at < len(drawn) and drawn[at] != draft), len(drafts))
+    tokens = drawn[: right + 1]
+    return tuple(tokens[: tokens.index(NOT_FINITE)] if NOT_FINITE in tokens else tokens)
 
 
 def _embedding(states: NDArray[np.float32]) -> bytes | None:
@@ -155,5 +170,6 @@ def _scored(outputs: Output, found: OutputValues, index: int) -> TokenLogprob:
 def append_tokens(rows: Sequence[ScheduledRow], results: Sequence[RowResult]) -> None:
     """Appends the tokens of a batch to the matchers of its rows."""
     for row, result in zip(rows, results, strict=True):
-        if row.matcher is not None and result.token_id is not None:
-            row.matcher.append(result.token_id)
+        if row.matcher is not None:
+            for token_id in result.token_ids:
+                row.matcher.append(token_id)

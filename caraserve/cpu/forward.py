@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import PANEL
-from caraserve.core.outputs import NOT_FINITE, SAMPLE_MASKED, SCORE
+from caraserve.core.outputs import NOT_FINITE, SAMPLE_MASKED, SCORE, VERIFY
 from caraserve.cpu.attention import rotate_and_append
 from caraserve.cpu.barrier import meet
 from caraserve.cpu.jit import compiled_separately, entry, kernel
@@ -378,14 +378,14 @@ def _output(thread, model, sampler, batch, index):  # type: ignore[no-untyped-de
     token = word(batch.out_token, index)
     slot, position = word(batch.slot, token), word(batch.position, token)
     history = sampler.history[slot]
-    kind = word(batch.out_kind, index)
+    kind, chosen = word(batch.out_kind, index), history[position + 1]
     if kind != SCORE:
         mask_size = 0
         if kind == SAMPLE_MASKED:
             mask_size = sampler.masks.shape[1]
             while load_acquire(sampler.masks_written.ctypes.data) == 0:
                 sched_yield()
-        history[position + 1] = choose(
+        chosen = choose(
             logits,
             position,
             history,
@@ -394,7 +394,8 @@ def _output(thread, model, sampler, batch, index):  # type: ignore[no-untyped-de
             sampler.seen[thread],
             sampler.masks[slot, :mask_size],
         )
-    chosen = history[position + 1]  # always a valid token: the next iteration is launched already and reads it
+        if kind != VERIFY:  # its draft is there, which other threads may be reading
+            history[position + 1] = chosen  # always a valid token: the next iteration is launched already and reads it
     if not all_finite(logits):
         sampler.chosen[index] = NOT_FINITE
         return

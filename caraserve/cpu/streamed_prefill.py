@@ -70,7 +70,7 @@ class StreamedPrefills:
             if end > prefill.layer and not (is_stopped and end < self._layers):
                 self._compute_layers(prefill, end)
             elif is_stopped:
-                retry = StepResult((RowResult(None, needs_retry=True),), prefill.started_s, time.monotonic())
+                retry = StepResult((RowResult(needs_retry=True),), prefill.started_s, time.monotonic())
                 self._end(prefill, retry)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from caraserve.core.batch import BASE_ADAPTER_SLOT, RowResult, ScheduledRow
 from caraserve.core.grammar import TokenMatcher
 from caraserve.core.lora_layout import AdapterSpec
 from caraserve.core.request import Finish, FinishReason, Phase, Request, TokenDelta, TokenLogprob
+from caraserve.engine.prompt_lookup import PromptLookup
 from caraserve.engine.token_stream import TokenStream
 from caraserve.errors import CaraServeError
 from caraserve.lora.adapter import Adapter, AdapterTier
@@ -51,6 +52,7 @@ class ActiveRequest:
     waits_for_whole_adapter: bool = False  # whether it starts only when all of its adapter is in host memory
     choice: ModeChoice | None = None  # the start that mode `auto` has chosen for it
     matcher: TokenMatcher | None = None  # of its grammar, while it has a slot
+    lookup: PromptLookup | None = None  # that guesses its tokens, once speculation has asked for it
     prompt_scored: int = 0  # prompt tokens whose scores were sent
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -162,7 +164,14 @@ class ActiveRequest:
         """Counts the tokens of a launched row as computed. `blocks`: KV blocks granted for it."""
         self.request.blocks += blocks
         self.request.computed += row.count
-        self.request.launched_outputs += row.samples
+        self.request.launched_outputs += row.samples + len(row.drafts)
+
+    def reject_drafts(self, row: ScheduledRow, result: RowResult) -> None:
+        """Uncounts the drafts of a row that turned out wrong, and the positions computed for them."""
+        wrong = 1 + len(row.drafts) - len(result.token_ids)
+        self.request.launched_outputs -= wrong
+        if self.request.slot is not None:  # otherwise it starts again
+            self.request.computed -= wrong
 
     def rollback(self, row: ScheduledRow, *, has_state: bool = False) -> None:
         """Uncounts a launched row that was not computed to its end. It is launched again, without CPU workers.

@@ -13,6 +13,7 @@ from caraserve.engine.queues import RequestQueues
 from caraserve.engine.scheduler import Scheduled, has_work, plan_iteration
 from caraserve.engine.side_batches import SideBatches
 from caraserve.engine.slot_allocator import SlotAllocator
+from caraserve.engine.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,12 @@ class Executor:
         side_batches: SideBatches,
         launcher: BatchLauncher,
         merging: MergePolicy | None,
+        speculation: Speculation,
     ) -> None:
         """`merging`: chooses the adapter that is merged into the weights, in the mode `merged`; None in other modes."""
         self._limits, self._queues, self._slots = limits, queues, slots
         self._side_batches, self._launcher, self._merging = side_batches, launcher, merging
+        self._speculation = speculation
 
     def schedule(self, begins_s: float) -> Iteration:
         """Chooses the rows of an iteration that begins at `begins_s`, and preempts requests where blocks run out.
@@ -50,7 +53,9 @@ class Executor:
         adapter_slots = [active.adapter_slot for active in order]
         recallable = self._side_batches.recallable_blocks(self._queues.running)
         growable = self._slots.growable() + recallable
-        plan = plan_iteration(list(by_request), adapter_slots, self._slots.pool, self._limits, served, growable)
+        drafts = self._speculation.drafts(order[:served])
+        pool, limits = self._slots.pool, self._limits
+        plan = plan_iteration(list(by_request), adapter_slots, pool, limits, served, growable, drafts)
         for request in plan.preempted:
             self._queues.preempt(by_request[request])
         entries = [(by_request[entry.request], entry) for entry in plan.scheduled]

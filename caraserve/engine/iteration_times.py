@@ -24,7 +24,7 @@ class IterationWork(NamedTuple):
     requests: int  # that decode
     rank_sum: int
     rank_max: int
-    tokens: int  # of prompts, and of answers that are computed again after a preemption
+    tokens: int  # of prompts, of answers that are computed again after a preemption, and drafts
     token_ranks: int  # Σ tokens · rank of prompts
     prompt_rank_max: int
 
@@ -36,13 +36,15 @@ class IterationWork(NamedTuple):
         requests = rank_sum = rank_max = tokens = token_ranks = prompt_rank_max = 0
         for active, row in rows:
             rank = rank_of(active)
-            if row.count == 1 and row.start >= active.request.prompt_tokens:
+            more = row.count
+            if row.count == 1 + len(row.drafts) and row.start >= active.request.prompt_tokens:
                 requests += 1
                 rank_sum += rank
                 rank_max = max(rank_max, rank)
-            else:
-                tokens += row.count
-                token_ranks += row.count * rank
+                more = len(row.drafts)
+            if more:
+                tokens += more
+                token_ranks += more * rank
                 prompt_rank_max = max(prompt_rank_max, rank)
         return cls(requests, rank_sum, rank_max, tokens, token_ranks, prompt_rank_max)
 

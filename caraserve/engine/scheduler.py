@@ -4,8 +4,9 @@
 from the pool, and never changes a request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from caraserve.core.backend import Limits
 from caraserve.core.batch import BlockGrant, ScheduledRow
@@ -69,6 +70,7 @@ class _Pass:
     pool: BlockPool
     limits: Limits
     growable: int
+    drafts: Mapping[Request, tuple[int, ...]]
     tokens_left: int
     scheduled: dict[Request, tuple[Scheduled, int]] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
@@ -84,13 +86,23 @@ class _Pass:
         request = self.running[index]
         if request in self.preempted or not has_work(request, self.limits) or self.tokens_left == 0:
             return
-        count = _chunk(request, self.tokens_left)
+        drafts = self._drafts_of(request) if request in self.drafts else ()
+        count = _chunk(request, self.tokens_left) + len(drafts)
         blocks = self._take(index, blocks_missing(request, request.computed + count, self.limits.block_tokens))
         if blocks is None:
             return
-        row = _row(request, count, self.adapter_slots[index], self.limits)
+        row = _row(request, count, self.adapter_slots[index], self.limits, drafts)
         self.scheduled[request] = Scheduled(request, row, tuple(blocks)), index
         self.tokens_left -= count
+
+    def _drafts_of(self, request: Request) -> tuple[int, ...]:
+        """Returns a decoding request's drafts as far as tokens are left in the iteration and in its answer, and blocks
+        beside one for each running request: no request waits or is preempted for a draft."""
+        blocks = self.pool.available - sum(self.left_out.values()) - len(self.running)
+        room = (len(request.blocks) + max(0, blocks)) * self.limits.block_tokens
+        answer = min(request.inputs.params.max_tokens - request.launched_outputs, room - total_tokens(request) + 1)
+        most = min(self.tokens_left, answer, self.limits.max_context - total_tokens(request)) - 1
+        return self.drafts[request][: max(0, most)]
 
     def _take(self, index: int, count: int) -> list[int] | None:
         """Takes `count` blocks, and preempts other requests for them if necessary. None: the request was preempted
@@ -129,14 +141,16 @@ def plan_iteration(
     limits: Limits,
     served: int | None = None,
     growable: int = 0,
+    drafts: Mapping[Request, tuple[int, ...]] = MappingProxyType({}),
 ) -> SchedulerOutput:
-    """Plans one iteration over `running`, first served first, with the adapter slot of each request.
+    """Plans one iteration over `running`, first served first, with the adapter slot of each request. `drafts`: guesses
+    of what follows the known tokens of some decoding requests, all of which are known.
 
     Only the first `served` requests get rows; the others keep their blocks unless blocks run out. While the pool can
     grow by enough blocks (`growable`), a request that finds too few is left out of the iteration, and none is
     preempted. Blocks of preempted requests are already back in the pool; granted blocks are taken from it.
     """
-    budget = _Pass(running, adapter_slots, pool, limits, growable, limits.max_step_tokens)
+    budget = _Pass(running, adapter_slots, pool, limits, growable, drafts, limits.max_step_tokens)
     decoding = [total_tokens(request) - request.computed == 1 for request in running[:served]]
     for wanted in (True, False):
         for index, decodes in enumerate(decoding):
@@ -171,8 +185,9 @@ def _wants_scores(request: Request) -> bool:
     return request.inputs.params.prompt_logprobs is not None and request.computed < request.prompt_tokens
 
 
-def _row(request: Request, count: int, adapter_slot: int, limits: Limits) -> ScheduledRow:
-    samples = request.computed + count == total_tokens(request) and wants_output(request, limits)
+def _row(request: Request, count: int, adapter_slot: int, limits: Limits, drafts: tuple[int, ...] = ()) -> ScheduledRow:
+    known = total_tokens(request) + len(drafts)
+    samples = request.computed + count == known and wants_output(request, limits)
     params = request.inputs.params
     ends_prompt = request.computed + count == request.prompt_tokens
     assert request.slot is not None
@@ -186,6 +201,7 @@ def _row(request: Request, count: int, adapter_slot: int, limits: Limits) -> Sch
         prompt_logprobs=params.prompt_logprobs if _wants_scores(request) else None,
         embeds=request.inputs.embeds and (ends_prompt or request.inputs.averages),
         averages=request.inputs.averages,
+        drafts=drafts,
     )
 
 

@@ -269,7 +269,7 @@ def _without(failures: Mapping[int, Exception], batch: Batch, done: Done) -> tup
         if isinstance(outcome, StepResult):
             computed = iter(outcome.rows)
             rows = [
-                RowResult(None, is_finite=False, failure=CopyFailed(failure))
+                RowResult(is_finite=False, failure=CopyFailed(failure))
                 if (failure := failures.get(row.adapter_slot)) is not None
                 else next(computed)
                 for row in batch.rows

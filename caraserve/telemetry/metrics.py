@@ -6,6 +6,7 @@ Call points, all on the event loop's thread; those of an iteration or a token ta
     observe_begin         after each iteration, with the error of its predicted begin
     observe_first_token   when a request's first token is there, with the time since its arrival
     observe_token_gap     for each later token, with the time since the one before
+    observe_drafts        for each row with drafts, with their number and that of the right ones
     observe_finish        once for each request that ends, however it ends
     observe_request       after it, with the request
     observe_prompt        by the HTTP layer, when all answers to a prompt have ended
@@ -69,6 +70,9 @@ _FAMILIES = (
     counter("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
     counter("vllm:gpu_prefix_cache_queries_total", "Older name of vllm:prefix_cache_queries_total."),
     counter("vllm:gpu_prefix_cache_hits_total", "Older name of vllm:prefix_cache_hits_total."),
+    counter("vllm:spec_decode_num_drafts_total", "Rows in which guessed tokens were verified."),
+    counter("vllm:spec_decode_num_draft_tokens_total", "Guessed tokens that were verified."),
+    counter("vllm:spec_decode_num_accepted_tokens_total", "Guessed tokens that were right."),
     counter("vllm:request_success_total", "Ended requests by reason.", "finished_reason"),
     counter("caraserve:cpu_lora_layers_total", "Layers of ended requests whose LoRA CPU workers computed."),
     gauge("caraserve:lora_workers", "CPU LoRA workers that are running."),
@@ -227,6 +231,11 @@ class Metrics:
     def observe_token_gap(self, seconds: float) -> None:
         self._token_gap_s.observe(seconds)
         self._recent_gap_s.append(seconds)
+
+    def observe_drafts(self, drafts: int, accepted: int) -> None:
+        self._table.add("vllm:spec_decode_num_drafts_total", 1)
+        self._table.add("vllm:spec_decode_num_draft_tokens_total", drafts)
+        self._table.add("vllm:spec_decode_num_accepted_tokens_total", accepted)
 
     def observe_finish(self, finish: Finish) -> None:
         """Counts an ended request. Only complete answers count in latencies."""

@@ -51,7 +51,7 @@ class Lane:
         self.clock.now_s += COMPUTE_S
 
     def _collect(self, batch: Batch, cpu_batch: object, started_s: float) -> StepResult:
-        return StepResult((RowResult(7, waited_ms=1.0),), started_s, self.clock.now_s)
+        return StepResult((RowResult((7,), waited_ms=1.0),), started_s, self.clock.now_s)
 
 
 def test_each_layer_is_computed_once_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 
 from caraserve.core.request import GenerateRequest, SamplingParams
 from caraserve.engine import token_stream, unread
+from caraserve.engine.active_request import ActiveRequest
 from caraserve.errors import BackendFailed
 from tests.engine_harness import EngineHarness, SentRequest, harness
+from tests.fake_backend import expected
+from tests.guesses import drafting
 
 
 async def random_run(
@@ -93,6 +96,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, st.SearchStrategy[Any]]]] = {
     "assisted": ({"plan_failures": 0.1, "copy_failures": 0.2, "side_batch_failures": 0.2}, ASSISTED),
     "streamed": ({"read_failures": 0.2, "copy_failures": 0.2, "side_batch_failures": 0.2}, STREAMED),
     "slow readers": ({"side_batch_failures": 0.2, "most_rests": 40}, {}),
+    "answers are guessed": ({"plan_failures": 0.03}, {"draft_tokens": st.just(8)}),
     "clients take turns": ({"side_batch_failures": 0.2, "clients": "aaaabc", "slots": 3}, {}),
 }
 
@@ -104,6 +108,11 @@ def small_shares() -> Iterator[None]:
         yield
 
 
+def answer_to(active: ActiveRequest) -> list[int]:
+    digest = None if active.adapter is None else active.adapter.digest
+    return expected(active.request.inputs.prompt_ids, digest, 48)
+
+
 @pytest.mark.parametrize("run", RUNS)
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), data=st.data())
@@ -112,7 +121,7 @@ def test_no_interleaving_changes_a_token_and_a_failure_fails_only_its_own_reques
 ) -> None:
     options, kinds = RUNS[run]
     kind = data.draw(st.fixed_dictionaries(KINDS | kinds))
-    with small_shares() if "most_rests" in options else nullcontext():
+    with small_shares() if "most_rests" in options else drafting(answer_to, random.Random(seed)):
         asyncio.run(random_run(seed, **options, **kind))
 
 
@@ -127,6 +136,14 @@ def test_some_streamed_prefills_do_end_and_some_are_recalled() -> None:
     ended = [asyncio.run(random_run(seed, mode="assisted", blocks=13, streamed_batches=2)) for seed in range(20)]
     outcomes = sum((here.backend.outcomes for here in ended), start=Counter[str]())
     assert min(outcomes["done"], outcomes["void"]) > 5
+
+
+def test_guessed_tokens_are_verified_and_some_are_wrong() -> None:
+    """Otherwise the tests above would not cover it."""
+    with drafting(answer_to, random.Random(0)):
+        metrics = [asyncio.run(random_run(seed, draft_tokens=8)).metrics for seed in range(10)]
+    drafted, accepted = (sum(getattr(one, name) for one in metrics) for name in ("drafted", "accepted"))
+    assert min(accepted, drafted - accepted) > 50
 
 
 def test_a_small_pool_does_cause_preemptions() -> None:

@@ -95,5 +95,5 @@ async def test_weights_that_an_iteration_waits_for_stall_their_own_requests_and_
 
 def test_overlapping_waits_interrupt_for_no_longer_than_the_iteration_took() -> None:
     rows = [ScheduledRow(slot, 0, 1, adapter_slot, samples=True) for slot, adapter_slot in enumerate((0, 1, 2, 2))]
-    results = tuple(RowResult(7, waited_ms=waited_ms) for waited_ms in (0.0, 600.0, 700.0, 700.0))
+    results = tuple(RowResult((7,), waited_ms=waited_ms) for waited_ms in (0.0, 600.0, 700.0, 700.0))
     assert StepResult(results, 1.0, 2.0).interruptions_ms(rows) == pytest.approx([1000, 400, 300, 300])

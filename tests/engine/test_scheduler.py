@@ -222,3 +222,51 @@ def test_no_request_is_preempted_for_a_side_batch() -> None:
     holding(pool, request(0, 32, computed=32, outputs=1), 2)
     assert plan_side_batch(request(1, 40), 3, pool, limits()) == 2
     assert pool.available == 1
+
+
+# --- drafts ---
+
+
+def drafted(
+    request: Request, others: list[Request], pool: BlockPool, limit: Limits, count: int = 6
+) -> tuple[SchedulerOutput, int]:
+    """Plans one iteration with `count` drafts of a request. Returns the plan, and how many were taken."""
+    running = [request, *others]
+    decision = plan_iteration(running, [0] * len(running), pool, limit, drafts={request: tuple(range(count))})
+    entry = next(entry for entry in decision.scheduled if entry.request is request)
+    assert entry.row.drafts == tuple(range(len(entry.row.drafts)))
+    assert (entry.row.count, entry.row.samples) == (1 + len(entry.row.drafts), True)
+    return decision, len(entry.row.drafts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "step_tokens", "taken"),
+    [
+        ({}, 64, 6),
+        ({}, 4, 3),  # tokens of the iteration
+        ({"outputs": 47}, 64, 2),  # tokens of the answer, of 50
+        ({"prompt": 396, "computed": 396}, 64, 2),  # the context, of 400 tokens
+    ],
+)
+def test_drafts_are_taken_as_far_as_tokens_are_left(kind: dict[str, int], step_tokens: int, taken: int) -> None:
+    outputs = kind.get("outputs", 1)
+    made = request(0, **({"prompt": 20, "computed": 19 + outputs, "outputs": outputs} | kind))
+    pool = BlockPool(100)
+    assert drafted(holding(pool, made, 30), [], pool, limits(step_tokens))[1] == taken
+
+
+def test_blocks_are_granted_for_drafts() -> None:
+    pool = BlockPool(100)
+    decision, taken = drafted(holding(pool, request(0, 30, computed=30, outputs=1), 2), [], pool, limits())
+    assert taken == 6
+    assert [len(entry.blocks) for entry in decision.scheduled] == [1]
+
+
+def test_no_request_is_preempted_or_waits_for_a_block_for_drafts() -> None:
+    """Two blocks are free, of which each request may need one."""
+    pool = BlockPool(6)
+    first = holding(pool, request(0, 30, computed=30, outputs=1), 2)
+    last = holding(pool, request(1, 32, computed=32, outputs=1), 2)
+    decision, taken = drafted(first, [last], pool, limits(blocks=6))
+    assert (taken, decision.preempted) == (1, ())
+    assert [len(entry.blocks) for entry in decision.scheduled] == [0, 1]

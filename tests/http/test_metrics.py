@@ -152,12 +152,17 @@ async def test_tokens_and_loads() -> None:
     metrics.observe_token_gap(0.03)
     metrics.observe_load("overlapped", 0.5)
     metrics.observe_preemption()
+    metrics.observe_drafts(4, 3)
+    metrics.observe_drafts(2, 0)
     found = samples(metrics)
     assert found["vllm:time_to_first_token_seconds_sum"] == [(LABELS, 0.2)]
     assert found["vllm:inter_token_latency_seconds_count"] == [(LABELS, 2.0)]
     assert found["vllm:lora_adapter_load_seconds_sum"] == [(LABELS | {"transition": "activate"}, 0.5)]
     assert found["caraserve:adapter_loads_total"] == [(LABELS | {"mode": "overlapped", "outcome": "ok"}, 1.0)]
     assert found["vllm:num_preemptions_total"] == [(LABELS, 1.0)]
+    assert found["vllm:spec_decode_num_drafts_total"] == [(LABELS, 2.0)]
+    assert found["vllm:spec_decode_num_draft_tokens_total"] == [(LABELS, 6.0)]
+    assert found["vllm:spec_decode_num_accepted_tokens_total"] == [(LABELS, 3.0)]
 
 
 async def test_recent_latencies() -> None:

@@ -282,7 +282,7 @@ class AssistedPrefills:
 
         def read(results: Results) -> RowResult:
             if results.block[-4:].view(np.int32)[0]:  # the chunk's error word
-                return RowResult(None, needs_retry=True)
+                return RowResult(needs_retry=True)
             found = values_of(self._decoder, chunk.outputs, results)
             batch = Batch((), (), (chunk.row,))
             (made,) = collect(batch, chunk.outputs, found, prompt_tokens, failures=chunk.failures)
@@ -317,7 +317,7 @@ class AssistedPrefills:
             prompt.done(outcome)
         elif has_failed:
             self.void_chunks += 1
-            self._finish(prompt, RowResult(None, needs_retry=True))
+            self._finish(prompt, RowResult(needs_retry=True))
         elif prompt.ends:
             self._waiting.append(prompt)
         else:

@@ -42,7 +42,7 @@ class Subject:
             name = NAMES[request.adapter]
             self.oracle.check_greedy(request.prompt, name, request.output)
             if request.logprobs is not None:
-                scored = [result.scored.logprob for result in request.results if result.scored is not None]
+                scored = [one.logprob for result in request.results for one in result.scored]
                 self.oracle.check_logprobs(request.prompt, name, request.output, scored)
 
 
@@ -188,6 +188,6 @@ def test_bf16_answers_like_peft_within_rounding(llama: Subject, rng: random.Rand
 
 def check_roughly(subject: Subject, requests: list[Request]) -> None:
     for request in requests:
-        scored = [result.scored.logprob for result in request.results if result.scored is not None]
+        scored = [one.logprob for result in request.results for one in result.scored]
         name = NAMES[request.adapter]
         subject.oracle.check_logprobs(request.prompt, name, request.output, scored, atol=0.15)
