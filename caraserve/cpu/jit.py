@@ -7,6 +7,7 @@ disk, with all they call linked in.
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import numba
@@ -93,3 +94,17 @@ def compiled_separately(num_words: int) -> Callable[[Callable[..., None]], Any]:
     """
     signature = numba.void(*[numba.int64] * num_words)
     return lambda function: numba.cfunc(signature, cache=True, error_model="numpy")(function)
+
+
+def made_for(name: str, **values: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function of its own, with a name of its own, in which some globals have other values.
+
+    Numba's cache would take a closure over compiled functions for another one in each process."""
+
+    def copied(function: Callable[..., Any]) -> Callable[..., Any]:
+        assert isinstance(function, FunctionType)
+        own = FunctionType(function.__code__, function.__globals__ | values, f"{function.__name__}_{name}")
+        own.__qualname__, own.__module__ = own.__name__, function.__module__
+        return own
+
+    return copied

@@ -24,7 +24,8 @@ from caraserve.cpu.structs import ENTRY_SCALE, word
 from caraserve.cpu.tiles import dot_tile, gemm_tile, stack_bytes
 
 # numpy integers: for a literal, Numba would compile each callee once more.
-STORE, ADD = np.int64(0), np.int64(1)  # whether a panel replaces its output or adds to it
+# Whether a panel replaces its output, adds to it, or continues the sum there.
+STORE, ADD, CONTINUE = np.int64(0), np.int64(1), np.int64(2)
 _K_PIECE = 512  # inputs of which eight rank rows take 16 KiB in fp32
 _KEPT_ROWS = 36  # rows of x whose sums are stored between two pieces
 RANK_GROUP = RANK_STEP  # rank rows in one dot tile

@@ -34,6 +34,7 @@ def _x86_cpu_has(feature: str) -> bool:
 # If a CPU does not convert fp16, LLVM would call a missing library function and end the process.
 _CONVERTS_HALF = not _X86 or _x86_cpu_has("f16c")
 HAS_WIDE_REGISTERS = _X86 and _x86_cpu_has("avx512f")  # 32 registers of sixteen fp32 each
+HAS_PERMUTES = _X86 and _x86_cpu_has("avx2")  # of lanes and bytes in registers of eight fp32
 DTYPE_F32, DTYPE_BF16, DTYPE_F16 = 0, 1, 2  # the codes of `Dtype`
 
 _I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -123,21 +124,34 @@ def _narrow_half(b: Any, value: Any) -> Any:
     return b.or_(narrow, b.and_(b.lshr(bits, _ints(16)), _ints(0x8000)))
 
 
-def emit_narrow_store(b: Any, value: Any, address: Any, dtype: int) -> None:
-    """Stores sixteen fp32 lanes as weights of a storage dtype, rounded to nearest even. Values must be finite."""
-    if dtype == DTYPE_F32:
-        emit_store(b, value, address)
-        return
+def emit_narrow(b: Any, value: Any, dtype: int) -> Any:
+    """Rounds sixteen fp32 lanes to bits of a 16-bit storage dtype, to nearest even. Values must be finite."""
     if dtype == DTYPE_F16 and _CONVERTS_HALF:
-        b.store(b.fptrunc(value, _VH), pointer(b, address, _VH)).align = 2
-        return
+        return b.bitcast(b.fptrunc(value, _VH), VI16)
     if dtype == DTYPE_F16:
         bits = _narrow_half(b, value)
     else:
         wide = b.bitcast(value, VI)
         odd = b.and_(b.lshr(wide, _ints(16)), _ints(1))
         bits = b.lshr(b.add(b.add(wide, _ints(0x7FFF)), odd), _ints(16))
-    b.store(b.trunc(bits, VI16), pointer(b, address, VI16)).align = 2
+    return b.trunc(bits, VI16)
+
+
+def emit_rounded(b: Any, value: Any, dtype: int) -> Any:
+    """Rounds sixteen fp32 lanes to values of a 16-bit storage dtype, to nearest even. Values must be finite."""
+    if dtype == DTYPE_F16:
+        return emit_widen_half(b, emit_narrow(b, value, dtype))
+    wide = b.bitcast(value, VI)
+    odd = b.and_(b.lshr(wide, _ints(16)), _ints(1))
+    return b.bitcast(b.and_(b.add(b.add(wide, _ints(0x7FFF)), odd), _ints(-0x10000)), VF)
+
+
+def emit_narrow_store(b: Any, value: Any, address: Any, dtype: int) -> None:
+    """Stores sixteen fp32 lanes as weights of a storage dtype, rounded to nearest even. Values must be finite."""
+    if dtype == DTYPE_F32:
+        emit_store(b, value, address)
+        return
+    b.store(emit_narrow(b, value, dtype), pointer(b, address, VI16)).align = 2
 
 
 def emit_store(b: Any, value: Any, address: Any) -> None:

@@ -78,6 +78,7 @@ SITE = _record(
     *("weight", "scale", "offset"),  # → what the format has packed
     "order",  # → int32 [inputs], the input of each column of the weights; 0: they are in the order of the inputs
     "group",  # inputs with one scale
+    *("one_row", "panel_bytes"),  # of grouped codes: the address of their kernel for one row, and a panel's bytes
     "bias",  # → fp32 [panels · 64]
     "dtype",  # of weights that are plain numbers
     "inputs",

@@ -63,7 +63,8 @@ def gemm_tile(rows: int, vectors: int, dtype: int) -> Any:
     """Intrinsic `(x, x_stride, w, k, y, y_stride, accumulate)`, strides in bytes.
 
     Semantics: `y[m, :] = (y[m, :] if accumulate else 0) + Σ_k x[m, k] · w[k, :]` for m < rows.
-    x, y are fp32; w is `[k, 16 · vectors]` of `dtype`, columns of a panel. Sums run over k in order.
+    x, y are fp32; w is `[k, 16 · vectors]` of `dtype`, columns of a panel. Sums run over k in order; if `accumulate` is
+    2, they start from y, so that a sum in pieces has the bits of a sum in one.
     """
 
     def emit(b: Any, arguments: Sequence[Any]) -> None:
@@ -71,6 +72,11 @@ def gemm_tile(rows: int, vectors: int, dtype: int) -> Any:
         itemsize = 4 if dtype == DTYPE_F32 else 2
         acc = _Accumulators(b, rows * vectors)
         x_rows = [offset(b, x, b.mul(i64(row), x_stride)) for row in range(rows)]
+        with b.if_then(b.icmp_signed("==", accumulate, i64(2))):
+            for row in range(rows):
+                for v in range(vectors):
+                    at = offset(b, offset(b, y, b.mul(i64(row), y_stride)), i64(v * LANES * 4))
+                    acc[row * vectors + v] = emit_load(b, at, DTYPE_F32)
         with cgutils.for_range(b, k) as loop:
             w_row = offset(b, w, b.mul(loop.index, i64(PANEL * itemsize)))
             weights = [emit_load(b, offset(b, w_row, i64(v * LANES * itemsize)), dtype) for v in range(vectors)]
@@ -79,7 +85,7 @@ def gemm_tile(rows: int, vectors: int, dtype: int) -> Any:
                 splat = emit_load_splat(b, offset(b, x_rows[row], x_offset))
                 for v in range(vectors):
                     acc[row * vectors + v] = emit_fma(b, splat, weights[v], acc[row * vectors + v])
-        with b.if_then(b.icmp_signed("!=", accumulate, i64(0))):
+        with b.if_then(b.icmp_signed("==", accumulate, i64(1))):
             for row in range(rows):
                 for v in range(vectors):
                     at = offset(b, offset(b, y, b.mul(i64(row), y_stride)), i64(v * LANES * 4))

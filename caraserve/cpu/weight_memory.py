@@ -82,6 +82,10 @@ class WeightMemory:
         """Copies one record or more."""
         return self.rows(records)
 
+    def zeros(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Returns zeroed bytes, for a format that packs its weights itself."""
+        return self._allocate(num_bytes)
+
     def _allocate(self, num_bytes: int) -> NDArray[np.uint8]:
         """Returns zeroed bytes, which begin on a cache line."""
         size = align_up(num_bytes, ALIGN_BYTES)

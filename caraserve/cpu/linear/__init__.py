@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from caraserve.cpu.linear.base import WeightKernels
 from caraserve.model.formats import WeightFormat
+from caraserve.model.formats.grouped import GroupedFormat
 
 
 def _plain() -> WeightKernels:
@@ -53,4 +54,8 @@ def register(name: str, kernels: WeightKernels) -> None:
 
 def kernels_of(kind: WeightFormat) -> WeightKernels:
     """Returns the kernels of a format; compiles them, or loads them from the cache, at their first use."""
+    if isinstance(kind, GroupedFormat):
+        from caraserve.cpu.linear.grouped import kernels_of_codes
+
+        return kernels_of_codes(kind.kind)
     return _FORMATS[kind.name]()

@@ -7,6 +7,7 @@ from caraserve.cpu.weight_memory import WeightMemory
 from caraserve.model.dtype import Dtype
 from caraserve.model.formats import Matrix
 
+K_BLOCK = 2048  # inputs summed before the partial sum is stored or added: all formats agree, to give the same bits
 PIECE_INPUTS = 64  # `expand` is called for inputs from a multiple of this on, and for so many at most
 
 # Packs the rows of a matrix, one for each output, and returns the fields of a SITE record that the format's kernels

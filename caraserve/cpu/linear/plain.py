@@ -5,14 +5,14 @@ import numpy as np
 from caraserve.core.lora_layout import PANEL
 from caraserve.cpu.jit import compiled_separately
 from caraserve.cpu.kernels import ADD, gemm_bf16, gemm_f16, gemm_f32, itemsize, load_weight
-from caraserve.cpu.linear.base import WeightKernels
+from caraserve.cpu.linear.base import K_BLOCK, WeightKernels
 from caraserve.cpu.simd import DTYPE_BF16, DTYPE_F16, DTYPE_F32, LANES, store_f32, vload, vstore, weight_ops
 from caraserve.cpu.structs import site_at
 from caraserve.cpu.weight_memory import WeightMemory, convert
 from caraserve.model.dtype import Dtype
 from caraserve.model.formats import Matrix
 
-_K_BLOCK = np.int64(2048)  # inputs summed before the partial result is stored: their weights stay in the L2 cache
+_K_BLOCK = np.int64(K_BLOCK)  # their weights stay in the L2 cache
 _load_bf16, _ = weight_ops(DTYPE_BF16)
 _load_f16, _ = weight_ops(DTYPE_F16)
 

@@ -1,0 +1,131 @@
+"""The inner loops over grouped codes: a row times a panel, and a panel's weights, emitted as LLVM IR.
+
+Addresses are integers. `constants` are those of a group, fp32 [4, constants, 16]: for each sixteen outputs of a panel.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from numba import types
+from numba.core import cgutils
+
+from caraserve.core.lora_layout import PANEL
+from caraserve.cpu.linear.grouped_decoding import Decoder
+from caraserve.cpu.simd import (
+    DTYPE_F32,
+    HAS_WIDE_REGISTERS,
+    LANES,
+    VF,
+    VI,
+    emit_fma,
+    emit_load,
+    emit_load_splat,
+    emit_store,
+    i64,
+    make_intrinsic,
+    offset,
+    pointer,
+)
+
+_VECTORS = PANEL // LANES
+_VECTOR_BYTES = 4 * LANES
+_AT_ONCE = 4 if HAS_WIDE_REGISTERS else 2  # vectors of a row's sums: four registers of sums hide the latency of fma
+
+
+def constants_bytes(decoder: Decoder) -> int:
+    """Returns the bytes of a group's constants."""
+    return _VECTORS * decoder.constants * _VECTOR_BYTES
+
+
+def _intrinsic(name: str, num_args: int, emit: Callable[[Any, Sequence[Any]], None]) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit(builder, arguments)
+        return context.get_dummy_value()
+
+    return make_intrinsic(name, num_args, types.void(*[types.int64] * num_args), codegen)
+
+
+def constants_tile(decoder: Decoder) -> Any:
+    """Intrinsic `(panel, above, group, constants)`: writes the constants of the group at `group`. `panel`, `above`:
+    addresses of its panel and of the scales of its super group."""
+
+    def emit(b: Any, arguments: Sequence[Any]) -> None:
+        panel, above, group, to = arguments
+        with cgutils.for_range(b, i64(_VECTORS)) as loop:
+            vectors = decoder.emit_constants(b, panel, above, group, b.mul(loop.index, i64(LANES)))
+            at = offset(b, to, b.mul(loop.index, i64(decoder.constants * _VECTOR_BYTES)))
+            for index, vector in enumerate(vectors):
+                emit_store(b, vector, offset(b, at, i64(index * _VECTOR_BYTES)))
+
+    return _intrinsic("grouped_constants", 4, emit)
+
+
+class _Chunk:
+    """The words of a chunk and the constants of its group, for consecutive vectors of sixteen outputs."""
+
+    def __init__(self, b: Any, decoder: Decoder, codes: Any, constants: Any, vectors: Sequence[Any]) -> None:
+        self._b, self._decoder = b, decoder
+        self._codes = [offset(b, codes, b.mul(vector, i64(_VECTOR_BYTES))) for vector in vectors]
+        size = i64(decoder.constants * _VECTOR_BYTES)
+        self._constants = [offset(b, constants, b.mul(vector, size)) for vector in vectors]
+
+    def weights(self) -> Iterator[list[Any]]:
+        """Emits the weights of one input after another: yields a vector for each sixteen outputs."""
+        b = self._b
+        for step in self._decoder.steps():
+            words = [[self._word(at, word) for word in step.words] for at in self._codes]
+            held = [self._held(at) for at in self._constants]
+            for index in range(step.inputs):
+                yield [step.emit(b, own, constants, index) for own, constants in zip(words, held, strict=True)]
+
+    def _held(self, at: Any) -> list[Any]:
+        places = (offset(self._b, at, i64(index * _VECTOR_BYTES)) for index in range(self._decoder.constants))
+        return [emit_load(self._b, place, DTYPE_F32) for place in places]
+
+    def _word(self, at: Any, word: int) -> Any:
+        value = self._b.load(pointer(self._b, offset(self._b, at, i64(4 * PANEL * word)), VI))
+        value.align = 4
+        return value
+
+
+def row_tile(decoder: Decoder) -> Any:
+    """Intrinsic `(codes, constants, x, chunks, sums)`: `sums[64] += x · weights` over the inputs of some chunks of a
+    group, in order."""
+
+    def emit(b: Any, arguments: Sequence[Any]) -> None:
+        codes, constants, x, chunks, sums = arguments
+        layout = decoder.layout
+        for_range = cgutils.for_range
+        with for_range(b, i64(_VECTORS // _AT_ONCE)) as passes:
+            vectors = [b.add(b.mul(passes.index, i64(_AT_ONCE)), i64(index)) for index in range(_AT_ONCE)]
+            places = [offset(b, sums, b.mul(vector, i64(_VECTOR_BYTES))) for vector in vectors]
+            totals = [cgutils.alloca_once(b, VF) for _ in vectors]
+            for total, place in zip(totals, places, strict=True):
+                b.store(emit_load(b, place, DTYPE_F32), total)
+            with for_range(b, chunks) as loop:
+                chunk = _Chunk(b, decoder, offset(b, codes, b.mul(loop.index, i64(layout.chunk))), constants, vectors)
+                inputs = offset(b, x, b.mul(loop.index, i64(4 * layout.inputs)))
+                for index, weights in enumerate(chunk.weights()):
+                    splat = emit_load_splat(b, offset(b, inputs, i64(4 * index)))
+                    for weight, total in zip(weights, totals, strict=True):
+                        b.store(emit_fma(b, splat, weight, b.load(total)), total)
+            for total, place in zip(totals, places, strict=True):
+                emit_store(b, b.load(total), place)
+
+    return _intrinsic("grouped_row", 5, emit)
+
+
+def weights_tile(decoder: Decoder) -> Any:
+    """Intrinsic `(codes, constants, chunks, y)`: writes the weights of some chunks of a group, fp32 [inputs, 64]."""
+
+    def emit(b: Any, arguments: Sequence[Any]) -> None:
+        codes, constants, chunks, y = arguments
+        layout = decoder.layout
+        with cgutils.for_range(b, chunks) as loop, cgutils.for_range(b, i64(_VECTORS)) as vectors:
+            at = offset(b, codes, b.mul(loop.index, i64(layout.chunk)))
+            row = offset(b, y, b.mul(loop.index, i64(4 * PANEL * layout.inputs)))
+            row = offset(b, row, b.mul(vectors.index, i64(_VECTOR_BYTES)))
+            for index, (weight,) in enumerate(_Chunk(b, decoder, at, constants, [vectors.index]).weights()):
+                emit_store(b, weight, offset(b, row, i64(4 * PANEL * index)))
+
+    return _intrinsic("grouped_weights", 4, emit)
