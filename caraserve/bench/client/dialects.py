@@ -142,12 +142,16 @@ class OpenAIChat(OpenAICompletions):
 
 @dataclass(frozen=True, slots=True)
 class LlamaCpp:
-    """llama.cpp's `POST /completion`: a request names its adapter by number, with a scale of 1."""
+    """llama.cpp's `POST /completion`: a request names its adapter by number, with a scale of 1.
+
+    Adapters that a list leaves out have a scale of 0; an empty list applies all of them with the server's scales.
+    """
 
     ids: Mapping[str, int]
     path: str = "/completion"
 
     def body(self, request: PlannedRequest, model: str | None, settings: LoadSettings) -> dict[str, Any]:
+        none = [{"id": number, "scale": 0.0} for number in self.ids.values()]
         return {
             "prompt": token_ids(settings.seed, request.index, request.prompt_tokens),
             "n_predict": request.output_tokens,
@@ -155,7 +159,7 @@ class LlamaCpp:
             "ignore_eos": settings.ignore_eos,
             "cache_prompt": False,
             "stream": True,
-            "lora": [] if model is None else [{"id": self.ids[model], "scale": 1.0}],
+            "lora": none if model is None else [{"id": self.ids[model], "scale": 1.0}],
         }
 
     def read(self, event: dict[str, Any]) -> StreamEvent:

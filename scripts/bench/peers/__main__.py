@@ -85,7 +85,7 @@ def main() -> None:
 
 
 async def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, highlight=False)
     path = args.save or args.cache / "peers.json"
     llama = find_llama(args.llama, args.cache, console) if LLAMA in args.peers else None
     vllm = find_vllm(args.vllm, args.cache, console) if VLLM in args.peers else None
@@ -104,7 +104,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
         try:
             await _measure_format(form, measured, commands, loads, args, console, lambda: _write(path, document))
         except BackendFailed as error:  # the other formats can still be measured
-            console.print(f"{form}: {error}", markup=False)
+            console.print(f"{form}: {error}")
     return document
 
 
@@ -174,7 +174,7 @@ async def _measure_format(
             try:
                 servers.append(await stack.enter_async_context(started(command, args.cache / "logs" / form)))
             except BackendFailed as error:
-                console.print(str(error), markup=False)
+                console.print(str(error))
                 measured["unavailable"][command.name] = str(error).splitlines()[-1]
         for server in servers:
             command = server.command
@@ -190,10 +190,10 @@ async def _measure_format(
                 "environment": environment,
                 "first_tokens": tokens,
             }
-        await warm_up(servers, loads)
+        await warm_up(servers, loads, console.print)
         for number in missing_rounds(measured, args.rounds):
-            console.print(f"{form}: round {number + 1} of {args.rounds}")
-            measured["rounds"].append(await run_round(servers, loads, number))
+            console.rule(f"{form}: round {number + 1} of {args.rounds}")
+            measured["rounds"].append(await run_round(servers, loads, number, console.print))
             write()
 
 

@@ -1,10 +1,11 @@
 """Sends the same requests to every server in turns, in random order within a round, and collects what they took."""
 
+import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import aiohttp
@@ -41,22 +42,26 @@ LOADS = (
 )
 _WARM_UP = Load("warm-up", 1, 16, 4, ())  # after a pause a server's weights are not in the caches
 _FIRST_TOKENS = 8  # of each answer before the first round
+_MOST_S = 240.0  # for a load
 _WARM_UP_SEED = 1 << 20  # no round has it
 
 
-async def warm_up(servers: Sequence[RunningServer], loads: Sequence[Load]) -> None:
+async def warm_up(servers: Sequence[RunningServer], loads: Sequence[Load], report: Callable[[str], None]) -> None:
     """Sends every load once with short answers: servers compile, allocate and load adapters at first requests. Raises
     BackendFailed for an answer that is not whole."""
     for server in servers:
         with server.awake():
             for load in loads:
                 if server.command.takes_part(load.adapters):
+                    report(f"warm-up: {load.name}, {server.command.name}")
                     await _send(
                         server, replace(load, output_tokens=min(_FIRST_TOKENS, load.output_tokens)), _WARM_UP_SEED
                     )
 
 
-async def run_round(servers: Sequence[RunningServer], loads: Sequence[Load], seed: int) -> dict[str, Any]:
+async def run_round(
+    servers: Sequence[RunningServer], loads: Sequence[Load], seed: int, report: Callable[[str], None]
+) -> dict[str, Any]:
     """Returns the figures of one round by server and metric, a list each, and the cores that others used meanwhile.
 
     Raises BackendFailed for an answer that is not whole.
@@ -76,6 +81,8 @@ async def run_round(servers: Sequence[RunningServer], loads: Sequence[Load], see
             busy, own, wall = (late - early for late, early in zip(after, before, strict=True))
             others.append(max(0.0, busy - own) / wall)
             figures = figures_of(records)
+            shown = ", ".join(f"{name} {median(figures[name]):.4g}" for name in load.metrics)
+            report(f"{load.name}, {server.command.name}: {shown} ({wall:.1f} s)")
             for metric in load.metrics:
                 values = samples[server.command.name].setdefault(load.prefix + metric, [])
                 values += figures[metric]
@@ -104,7 +111,11 @@ async def _send(server: RunningServer, load: Load, seed: int) -> Sequence[Reques
     settings = LoadSettings(seed, max_concurrency=None if load.at_once else 1)
     names = sorted(server.endpoint.adapters)
     workload = Workload(planned, (1,) * load.requests)
-    run = await Player(server.endpoint, workload, names, settings, server.command.name).play()
+    try:
+        async with asyncio.timeout(_MOST_S):
+            run = await Player(server.endpoint, workload, names, settings, server.command.name).play()
+    except TimeoutError:
+        raise BackendFailed(f"{server.command.name}, {load.name}: not answered within {_MOST_S:.0f} s") from None
     for record in run.records:
         if record.error is not None or record.output_tokens != load.output_tokens:
             problem = record.error or f"{record.output_tokens} of {load.output_tokens} tokens"

@@ -69,6 +69,7 @@ def llama_command(model: ModelFiles, threads: int, llama: LlamaCpp) -> ServerCom
     arguments = [str(llama.server), "--model", str(model.gguf), "--threads", str(threads), "--alias", "base"]
     arguments += ["--ctx-size", str(MOST_REQUESTS * CONTEXT_TOKENS), "--parallel", str(MOST_REQUESTS)]
     arguments += ["--no-kv-unified", "--cache-ram", "0", "--log-verbosity", "1"]
+    arguments += ["--threads-http", "64"]  # one serves each connection, also an idle one
     if model.adapters:
         arguments += ["--lora", ",".join(str(path) for _, _, path in model.adapters), "--lora-init-without-apply"]
     return ServerCommand(LLAMA, LLAMA, tuple(arguments), with_adapters=bool(model.adapters))

@@ -106,6 +106,16 @@ def test_requests_name_the_adapter_and_the_length(dialect: Dialect) -> None:
     assert body.get("model", body.get("lora")) in ("poet", [{"id": 7, "scale": 1.0}])
 
 
+def test_a_request_on_llama_cpps_base_model_names_every_adapter_with_a_scale_of_zero() -> None:
+    """An empty list would apply all of them."""
+    request, _, settings = ASKED
+    assert LlamaCpp({"poet": 7, "chef": 8}).body(request, None, settings)["lora"] == [
+        {"id": 7, "scale": 0.0},
+        {"id": 8, "scale": 0.0},
+    ]
+    assert LlamaCpp({}).body(request, None, settings)["lora"] == []
+
+
 def test_prompts_have_the_requested_number_of_tokens() -> None:
     assert len(OpenAICompletions("base").body(*ASKED)["prompt"]) == 5
     assert len(OpenAIChat("base").body(*ASKED)["messages"][0]["content"].split()) == 5
