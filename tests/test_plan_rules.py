@@ -39,8 +39,10 @@ TARGETS_EXEMPT = {
 FORMATS_EXEMPT = {
     "model/formats": "formats",
     "model/quantization.py": "the parser of quantization_config",
+    "model/compressed_groups.py": "the same, of one method",
     "model/plan.py": "the format of weights that are plain numbers",
     "model/linear_plan.py": "the same",
+    "model/plan_formats.py": "the same",
     "cpu/linear": "kernels of formats",
     "gpu/linear": "kernels of formats",
     "model/gguf_reader.py": "types of tensors in its files",
@@ -59,6 +61,7 @@ SEVENS_EXEMPT = {
     "cpu/tiles.py": "arguments of an intrinsic",
     "cpu/linear": "bits of a code",
     "gpu/linear": "bits of a code",
+    "model/formats": "places of a code",
     "model/gguf_reader.py": "a type of metadata",
     "model/torch_pickle.py": "arguments of a function of torch",
     "gpu/kernels/work_orders.py": "words of a work order",

@@ -425,5 +425,11 @@ class _DummyTensors:
     def blocks(self, name: str, shape: tuple[int, ...], kind: str) -> NDArray[np.uint8]:
         raise ModelLoadError(f"{name}: random weights are not made in the blocks of GGUF files")
 
+    def words(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint32]:
+        raise ModelLoadError(f"{name}: random weights are not made in words of packed codes")
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return ()
+
     def scales(self, module: str, outputs: int) -> Floats:
         return np.full(outputs, _DUMMY_STD / _DUMMY_CODE, np.float32)

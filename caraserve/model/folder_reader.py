@@ -94,6 +94,20 @@ class FolderReader:
         """Raises ModelLoadError: only GGUF files have blocks."""
         raise ModelLoadError(f"{self._folder}: tensor {name} is read as {kind}, which only GGUF files have")
 
+    def words(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint32]:
+        """Reads a tensor of integers of 32 bits, which must have this shape."""
+        with _load_errors():
+            file, name = self._file(name, shape)
+            return file.words(name)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Returns the shape of a tensor, None if there is no such tensor."""
+        if not any(one in self._files for one in self._stored_names(name)):
+            return None
+        with _load_errors():
+            file, name = self._file(name)
+            return file.shape(name)
+
     def scales(self, module: str, outputs: int) -> NDArray[np.float32]:
         """Reads the scales of a quantised module's weights, [outputs]; the checkpoint may have one for all."""
         found = self._scales(f"{module}.weight_scale", outputs)

@@ -10,15 +10,19 @@ A linear is a module as checkpoints and adapters name it. A part is those of its
 part in its layer. A fused module (`qkv_proj`) has several parts, others have one, so backends see the same sites.
 """
 
+<<<<<<< HEAD
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+=======
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+>>>>>>> 89a47eaa (Read GPTQ, AWQ, bitsandbytes, packed compressed-tensors and fp8 in blocks; fp8, int8 and MXFP4 are grouped codes too)
 from functools import cached_property
 from typing import Any, Literal
 
 from caraserve.model.formats import WeightFormat
 from caraserve.model.formats.plain import PLAIN
 from caraserve.model.linear_plan import LinearPlan, Rows, accumulated
-from caraserve.model.quantization import Quantization
 from caraserve.util.units import align_up
 
 # The rows that a group reads: the stream itself, its norm, or what the body computes from the block's first group.
@@ -347,26 +351,6 @@ class DecoderPlan:
     ignored_prefixes: tuple[str, ...] = ()  # of tensors that a text model does not use
     # Instead of the plan's, where a checkpoint has names of its own: all tensors that it has.
     names_in_file: Mapping[str, str] = field(default_factory=dict, hash=False)
-
-    def with_formats(self, quantization: Quantization | None) -> "DecoderPlan":
-        """Returns the plan with the formats that the checkpoint's configuration states for its modules."""
-        if quantization is None:
-            return self
-
-        def format_of(tensor: str) -> WeightFormat:
-            names = [name.removesuffix(".weight") for name in self.stored_names(tensor)]
-            return quantization.format_of(*names, is_linear=tensor != self.embed) or PLAIN
-
-        def with_format(linear: LinearPlan) -> LinearPlan:
-            return replace(linear, format=format_of(linear.module))
-
-        def with_expert_format(one: ExpertTensor) -> ExpertTensor:  # all experts have that of the first
-            kind = format_of(one.tensor.format(expert=0))
-            return replace(one, format=kind, is_transposed=one.is_transposed and kind is PLAIN)
-
-        layers = tuple(layer.with_linears(with_format).with_expert_tensors(with_expert_format) for layer in self.layers)
-        head = PLAIN if self.head is None else format_of(self.head)
-        return replace(self, layers=layers, head_format=head, embed_format=format_of(self.embed))
 
     def stored_names(self, tensor: str) -> tuple[str, ...]:
         """Returns the names that a tensor of the plan may have in a checkpoint."""

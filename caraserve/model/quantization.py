@@ -1,39 +1,37 @@
 """Which linear modules of a checkpoint are quantised and how, read from `quantization_config` of config.json. Pure.
 
-Three formats are known. In compressed-tensors, which llm-compressor writes, and `fp8`, which AutoFP8 and vLLM write, a
-weight is a code of one byte, and its value is the code's value times a scale of its output or of the whole module.
-`mxfp4` is that of the experts of GPT-OSS.
+Each method has a function here that turns its fields into formats of `formats/`, or refuses them by name. Only weights
+count, and for fp8 and int8 how inputs are quantised; fields about how weights were found or are computed are not read.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from caraserve.errors import ModelLoadError
+from caraserve.model.compressed_groups import NotRead, format_of_group
+from caraserve.model.dtype import DTYPES, Code, Dtype
 from caraserve.model.formats import WeightFormat
+from caraserve.model.formats.awq import Awq
+from caraserve.model.formats.bitsandbytes import EIGHT_BITS, TABLES, FourBits
 from caraserve.model.formats.fp8 import Fp8
-from caraserve.model.formats.int8 import Int8
+from caraserve.model.formats.gptq import Gptq
 from caraserve.model.formats.mxfp4 import MXFP4
-from caraserve.model.formats.scaled_codes import Inputs, ScaledCodes
+from caraserve.model.formats.scaled_codes import BlockCodes, Inputs
 
-_SUPPORTED = (
-    "supported are fp8 (E4M3) and int8 weights, symmetric, with a scale per tensor or per output, in checkpoints of "
-    "compressed-tensors (format float-quantized, int-quantized or naive-quantized) and of fp8 (AutoFP8, "
-    "vLLM), and mxfp4 of experts"
-)
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
-_SCHEMES: Mapping[str, type[ScaledCodes]] = {"float": Fp8, "int": Int8}
 _EXPERTS = (r"re:.*\.experts\.",)  # what `mxfp4` converts
 _LINEAR, _PATTERN = "Linear", "re:"  # a class of modules; the prefix of a regular expression over names
+_HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The quantised modules of a checkpoint. `groups`: (targets, format); targets and `ignore` are module names,
-    regular expressions after `re:` that match from a name's start, or `Linear` for all linear modules."""
+    """The quantised modules of a checkpoint. `groups`: (targets, format), None for modules that stay numbers; targets
+    and `ignore` are module names, regular expressions after `re:` that match from a name's start, or `Linear` for all
+    linear modules."""
 
-    groups: tuple[tuple[tuple[str, ...], WeightFormat], ...]
+    groups: tuple[tuple[tuple[str, ...], WeightFormat | None], ...]
     ignore: tuple[str, ...]
 
     def format_of(self, *names: str, is_linear: bool = True) -> WeightFormat | None:
@@ -62,103 +60,200 @@ def _rank(target: str, module: str, is_linear: bool) -> int | None:
 
 def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """Returns the quantisation of a model by its config.json, None if it has none. Raises ModelLoadError, which names
-    what is not supported and what is."""
+    what is not read and what is."""
     # Checkpoints of the year 2024 call it `compression_config`.
     section = config.get("quantization_config") or config.get("compression_config")
     if not section:
         return None
-    if not isinstance(section, dict):
-        raise _refused(f"it is {section!r}, not an object")
-    method = section.get("quant_method")
-    if method == "compressed-tensors":
-        return _compressed_tensors(section)
-    if method == "fp8":
-        return _fp8(section)
-    if method == "mxfp4":  # modules that it does not convert have other tensors, of which reading says that
-        return Quantization(((_EXPERTS, MXFP4),), ())
-    raise _refused(f"quant_method {method!r}")
+    try:
+        if not isinstance(section, dict):
+            raise NotRead(f"it is {section!r:.200}", "an object")
+        method = section.get("quant_method")
+        if not isinstance(method, str) or method not in _METHODS:
+            raise NotRead(f"quant_method {method!r:.200}", ", ".join(_METHODS))
+        return _METHODS[method](section, _dtype(config))
+    except NotRead as error:
+        raise ModelLoadError(f"config.json: quantization_config: {error}") from None
 
 
-def _compressed_tensors(section: Mapping[str, Any]) -> Quantization:
+def _dtype(config: Mapping[str, Any]) -> Dtype:
+    """Returns the type of weights before they were quantised; that of scales, where files keep it."""
+    found = config.get("dtype") or config.get("torch_dtype")
+    inner = config.get("text_config")
+    if not found and isinstance(inner, dict):
+        found = inner.get("dtype") or inner.get("torch_dtype")
+    return DTYPES.get(str(found), Dtype.F32)
+
+
+def _compressed_tensors(section: Mapping[str, Any], dtype: Dtype) -> Quantization:
     for key, harmless in (("sparsity_config", "dense"), ("transform_config", None)):
         found = section.get(key)
         if found and not (isinstance(found, dict) and harmless is not None and found.get("format") == harmless):
-            raise _refused(f"{key} {found!r}")
+            raise NotRead(f"{key} {found!r:.200}", "none")
     groups = section.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise _refused(f"config_groups {groups!r}")
-    parsed = tuple(_group(name, group, section.get("format")) for name, group in groups.items())
-    return Quantization(parsed, _names(section, "ignore"))
+        raise NotRead(f"config_groups {groups!r:.200}", "an object with groups")
+    parsed = []
+    for name, group in groups.items():
+        form = format_of_group(name, group, section.get("format"), dtype)
+        parsed.append((_names(group, "targets"), form))
+    return Quantization(tuple(parsed), _names(section, "ignore"))
 
 
-def _group(name: str, group: Any, format_of_all: Any) -> tuple[tuple[str, ...], WeightFormat]:
-    if not isinstance(group, dict):
-        raise _refused(f"{name} {group!r}")
-    packing = group.get("format") or format_of_all
-    if packing not in _FORMATS:
-        raise _refused(f"format {packing!r}")
-    if group.get("output_activations"):
-        raise _refused(f"output_activations of {name}")
-    weights: Any = group.get("weights")
-    scheme = _scheme(weights, f"weights of {name}")
-    if weights.get("dynamic") or weights.get("strategy") not in ("tensor", "channel"):
-        raise _refused(
-            f"weights of {name} with strategy {weights.get('strategy')!r}, dynamic {weights.get('dynamic')!r}"
-        )
-    return _names(group, "targets"), scheme(_inputs(group.get("input_activations"), scheme, name))
-
-
-def _inputs(inputs: Any, scheme: type[ScaledCodes], group: str) -> Inputs:
-    if not inputs:
-        return Inputs.KEPT
-    what = f"input_activations of {group}"
-    if _scheme(inputs, what) is not scheme:
-        raise _refused(f"{what} of type {inputs['type']!r} with weights of another type")
-    strategy, dynamic = inputs.get("strategy"), inputs.get("dynamic")
-    if dynamic is True and strategy in ("token", "tensor"):
-        return Inputs.PER_TOKEN  # also for `tensor`: a scale for all tokens would let requests of a batch differ
-    if not dynamic and strategy == "tensor":
-        return Inputs.STATIC
-    raise _refused(f"{what} with strategy {strategy!r}, dynamic {dynamic!r}")
-
-
-def _scheme(fields: Any, what: str) -> type[ScaledCodes]:
-    """Returns the format of 8-bit symmetric weights or inputs."""
-    if not isinstance(fields, dict):
-        raise _refused(f"{what} {fields!r}")
-    kind: Any
-    kind, bits, symmetric = (fields.get(key) for key in ("type", "num_bits", "symmetric"))
-    if kind not in _SCHEMES or bits != 8 or symmetric is not True:
-        raise _refused(f"{what} of type {kind!r} with {bits!r} bits, symmetric {symmetric!r}")
-    return _SCHEMES[kind]
-
-
-def _fp8(section: Mapping[str, Any]) -> Quantization:
-    if section.get("weight_block_size"):
-        raise _refused(f"weight_block_size {section['weight_block_size']!r}")
-    if section.get("fmt", "e4m3") != "e4m3":
-        raise _refused(f"fmt {section['fmt']!r}")
+def _fp8(section: Mapping[str, Any], dtype: Dtype) -> Quantization:
+    if section.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise NotRead(f"fmt {section['fmt']!r:.200}", "e4m3")
     schemes = {"dynamic": Inputs.PER_TOKEN, "static": Inputs.STATIC}
     scheme = section.get("activation_scheme")
-    if scheme not in schemes:
-        raise _refused(f"activation_scheme {scheme!r}")
-    ignore = (*_names(section, "ignored_layers"), *_names(section, "modules_to_not_convert"))
+    if not isinstance(scheme, str) or scheme not in schemes:
+        raise NotRead(f"activation_scheme {scheme!r:.200}", "dynamic or static")
+    ignore = (*_names(section, "ignored_layers"), *_parts(section, "modules_to_not_convert"))
+    form: WeightFormat = Fp8(schemes[scheme])
+    blocks = section.get("weight_block_size")
+    if blocks:
+        if not isinstance(blocks, list) or len(blocks) != 2 or not all(map(_is_group, blocks)) or scheme != "dynamic":
+            raise NotRead(f"weight_block_size {blocks!r:.200}, activation_scheme {scheme}", "[128, 128] and dynamic")
+        form = BlockCodes.of(Code.F8_E4M3, *blocks, ".weight_scale_inv")
     # In this format the head is never quantised, whether the list has it or not.
-    return Quantization((((_LINEAR,), Fp8(schemes[scheme])),), (*ignore, "lm_head"))
+    return Quantization((((_LINEAR,), form),), (*ignore, _HEAD))
+
+
+def _mxfp4(section: Mapping[str, Any], dtype: Dtype) -> Quantization:
+    # Modules that it does not convert have other tensors, of which reading says that.
+    return Quantization(((_EXPERTS, MXFP4),), ())
+
+
+def _gptq(section: Mapping[str, Any], dtype: Dtype) -> Quantization:
+    for key in ("adapter", "rotation"):
+        if section.get(key):
+            raise NotRead(f"{key} {section[key]!r:.200}", "none")
+    if section.get("is_marlin_format"):
+        raise NotRead("is_marlin_format true", "weights as GPTQ stores them: convert them back, or quantise again")
+    if section.get("pack_dtype", "int32") != "int32":
+        raise NotRead(f"pack_dtype {section['pack_dtype']!r:.200}", "int32")
+    groups: list[tuple[tuple[str, ...], WeightFormat | None]] = []
+    dynamic = section.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise NotRead(f"dynamic {dynamic!r:.200}", "an object of patterns")
+    for pattern, changes in dynamic.items():  # the first that matches counts
+        target = _PATTERN + _checked_pattern("dynamic", pattern.removeprefix("+:").removeprefix("-:"))
+        if pattern.startswith("-:"):
+            groups.append(((target,), None))
+        elif isinstance(changes, dict):
+            groups.append(((target,), _gptq_format({**section, **changes})))
+        else:
+            raise NotRead(f"dynamic of {pattern!r:.200} {changes!r:.200}", "an object")
+    groups.append(((_LINEAR,), _gptq_format(section)))
+    head = () if section.get("lm_head") is True else (_HEAD,)
+    return Quantization(tuple(groups), (*_parts(section, "modules_to_not_convert"), *head))
+
+
+def _gptq_format(section: Mapping[str, Any]) -> Gptq:
+    steps = {"gptq": 1, "gptq_v2": 0}
+    stored = section.get("checkpoint_format") or section.get("format") or "gptq"
+    if not isinstance(stored, str) or stored not in steps:
+        raise NotRead(f"checkpoint_format {stored!r:.200}", " or ".join(steps))
+    bits = section.get("bits")
+    if bits not in (4, 8):
+        raise NotRead(f"bits {bits!r:.200} of GPTQ", "4 or 8")
+    return Gptq.of(
+        bits,
+        _group_size(section),
+        symmetric=_flag(section, "sym", True),
+        zero_step=steps[stored],
+        has_order=_flag(section, "desc_act", False),
+    )
+
+
+def _awq(section: Mapping[str, Any], dtype: Dtype) -> Quantization:
+    version = section.get("version") or section.get("checkpoint_format") or "gemm"
+    wanted = {
+        "version": (str(version).lower(), "gemm"),
+        "bits": (section.get("bits", section.get("w_bit")), 4),
+        "zero_point": (section.get("zero_point", True), True),
+        "backend": (section.get("backend") or "autoawq", "autoawq"),
+    }
+    for key, (found, right) in wanted.items():
+        if found != right:
+            raise NotRead(f"{key} {found!r:.200} of AWQ", repr(right))
+    size = section.get("group_size", section.get("q_group_size", 128))
+    form = Awq.of(_group_size({"group_size": size}))
+    return Quantization((((_LINEAR,), form),), (*_parts(section, "modules_to_not_convert"), _HEAD))
+
+
+def _bitsandbytes(section: Mapping[str, Any], dtype: Dtype) -> Quantization:
+    is_four, is_eight = (_flag(section, f"load_in_{bits}bit", False) for bits in (4, 8))
+    if is_four == is_eight:
+        raise NotRead(f"load_in_4bit {is_four}, load_in_8bit {is_eight}", "one of both true")
+    if section.get("llm_int8_has_fp16_weight"):
+        raise NotRead("llm_int8_has_fp16_weight true", "false")
+    form: WeightFormat = EIGHT_BITS
+    if is_four:
+        table, storage = section.get("bnb_4bit_quant_type", "fp4"), section.get("bnb_4bit_quant_storage") or "uint8"
+        if not isinstance(table, str) or table not in TABLES:
+            raise NotRead(f"bnb_4bit_quant_type {table!r:.200}", " or ".join(TABLES))
+        if storage != "uint8":
+            raise NotRead(f"bnb_4bit_quant_storage {storage!r:.200}", "uint8")
+        form = FourBits.of(table, dtype)
+    # Without a list the library leaves the head as it is.
+    skipped = _parts(section, "llm_int8_skip_modules") or (_HEAD,)
+    return Quantization((((_LINEAR,), form),), skipped)
+
+
+_METHODS: Mapping[str, Callable[[Mapping[str, Any], Dtype], Quantization]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+}
+
+
+def _group_size(section: Mapping[str, Any]) -> int:
+    """Returns the inputs of a group, 0 for all."""
+    size = section.get("group_size", 128)
+    if size == -1:
+        return 0
+    if not _is_group(size):
+        raise NotRead(f"group_size {size!r:.200}", "-1 or a multiple of 16")
+    return int(size)
+
+
+def _is_group(size: object) -> bool:
+    return type(size) is int and 16 <= size <= 1 << 20 and size % 16 == 0
+
+
+def _flag(section: Mapping[str, Any], key: str, default: bool) -> bool:
+    found = section.get(key, default)
+    if not isinstance(found, bool):
+        raise NotRead(f"{key} {found!r:.200}", "true or false")
+    return found
+
+
+def _parts(fields: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Returns patterns for the modules of which a list has the names, or whole words in the middle of them."""
+    return tuple(rf"{_PATTERN}(.*\.)?{re.escape(name.strip('.'))}(\.|$)" for name in _strings(fields, key))
 
 
 def _names(fields: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    names = fields.get(key) or []
-    if not isinstance(names, Sequence) or isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise _refused(f"{key} {names!r}")
+    names = _strings(fields, key)
     for name in names:
         if name.startswith(_PATTERN):
-            try:
-                re.compile(name.removeprefix(_PATTERN))
-            except re.error as error:
-                raise _refused(f"{key} has {name!r}, which is no regular expression ({error})") from None
+            _checked_pattern(key, name.removeprefix(_PATTERN))
+    return names
+
+
+def _strings(fields: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    names = fields.get(key) or []
+    if not isinstance(names, Sequence) or isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise NotRead(f"{key} {names!r:.200}", "a list of names")
     return tuple(names)
 
 
-def _refused(what: str) -> ModelLoadError:
-    return ModelLoadError(f"config.json: quantization_config: {what} cannot be served; {_SUPPORTED}")
+def _checked_pattern(key: str, pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise NotRead(f"{key} {_PATTERN + pattern!r:.200}", f"regular expressions ({error})") from None
+    return pattern

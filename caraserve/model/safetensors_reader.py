@@ -87,6 +87,13 @@ class TensorFile(OpenedFile):
         if kind != code.value:
             raise TensorFileError(f"{self.name}: tensor {name} has dtype {kind}; config.json says {code.value}")
 
+    def words(self, name: str) -> NDArray[np.uint32]:
+        """Reads a tensor of integers of 32 bits. Raises TensorFileError if it has another dtype, and as `raw`."""
+        kind = self._entry(name)["dtype"]
+        if kind not in ("I32", "U32"):
+            raise TensorFileError(f"{self.name}: tensor {name} has dtype {kind}, not I32")
+        return self._values(name, np.dtype("<u4"))
+
     def num_bytes(self, name: str) -> int:
         """Returns the bytes of a tensor. Raises TensorFileError when there is no such tensor."""
         start, end = self._entry(name)["data_offsets"]

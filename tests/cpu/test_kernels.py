@@ -38,7 +38,8 @@ def tensors_of(kind: str, outputs: int, inputs: int) -> Matrix:
     rng = np.random.default_rng(inputs + 1_000_000)
     if kind in FORMATS:
         codes = rng.integers(0, 127, (outputs, inputs), np.uint8) | rng.integers(0, 2, (outputs, inputs), np.uint8) << 7
-        return Matrix({"codes": codes, "scale": rng.uniform(0.001, 0.01, outputs).astype(np.float32)})
+        scale = rng.uniform(0.001, 0.01, (outputs, 1)).astype(np.float32)
+        return Matrix({"codes": codes, "scale": scale}, group=inputs)
     raw, _ = stored(rng.standard_normal((outputs, inputs), np.float32), Dtype[kind])
     return Matrix({"weight": raw}, Dtype[kind])
 

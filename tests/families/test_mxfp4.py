@@ -74,6 +74,6 @@ def test_a_scale_that_is_not_a_number_is_refused(backend: str, tmp_path: Path) -
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.experts.down_proj_scales"][4, 95, 1] = 255
     save_file(tensors, folder / "model.safetensors")
-    refusal = pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.experts\.down_proj_scales has 255")
+    refusal = pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.experts\.down_proj_scales has a scale of 255")
     with FolderReader(folder) as read, refusal:
         BACKENDS[backend][0](load_plan(folder), read)

@@ -30,6 +30,12 @@ class Tensors:
         assert found.shape[:-1] == shape[:-1]
         return found.view(np.uint8)
 
+    def words(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint32]:
+        return self._found(name, shape).view(np.uint32)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._arrays[name].shape if name in self._arrays else None
+
     def scales(self, module: str, outputs: int) -> NDArray[np.float32]:
         return self._arrays[f"{module}.weight_scale"].astype(np.float32)
 

@@ -1,6 +1,7 @@
 """`quantization_config` of config.json, and quantised weights as numbers."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,18 @@ def test_ignored_modules_are_whole_names_or_patterns_from_the_start(ignore: tupl
     assert (parsed(section).format_of(UP) is None) == ignored
 
 
+def packed(form: str = "pack-quantized", **fields: Any) -> dict[str, Any]:
+    """Returns a section of packed weights with some of their fields changed."""
+    section = compressed("int", None, strategy="group") | {"format": form}
+    section["config_groups"]["group_0"]["weights"] |= {"num_bits": 4, "group_size": 128, **fields}
+    return section
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
 def changed(**fields: Any) -> dict[str, Any]:
     """Returns a section with some fields of its weights or inputs (`inputs_…`) changed."""
     section = compressed("int", PER_TOKEN)
@@ -108,23 +121,49 @@ def changed(**fields: Any) -> dict[str, Any]:
 
 
 REFUSED = {
-    "awq": ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
+    "gguf": ({"quant_method": "gguf"}, "quant_method 'gguf' is not read; gptq, awq, .* are"),
     "text": ("fp8", "it is 'fp8'"),
-    "packed": (compressed("int", None) | {"format": "pack-quantized"}, "format 'pack-quantized'"),
+    "sparse pack": (compressed("int", None) | {"format": "marlin-24"}, "format 'marlin-24'"),
     "no groups": (compressed("int", None) | {"config_groups": {}}, "config_groups {}"),
-    "blocks": (BLOCK, r"weight_block_size \[128, 128\]"),
+    "static blocks": (BLOCK | {"activation_scheme": "static"}, r"weight_block_size \[128, 128\]"),
+    "odd blocks": (BLOCK | {"weight_block_size": [128, 100]}, r"weight_block_size \[128, 100\]"),
     "unknown inputs": ({"quant_method": "fp8"}, "activation_scheme None"),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
     "4 bits": (changed(num_bits=4), "weights of group_0 of type 'int' with 4 bits"),
     "asymmetric": (changed(symmetric=False), "symmetric False"),
     "asymmetric inputs": (changed(inputs_symmetric=False), "input_activations of group_0 .* symmetric False"),
-    "groups": (changed(strategy="group"), "weights of group_0 with strategy 'group'"),
+    "no size": (changed(strategy="group"), r"weights of group_0 in blocks of \[1, None\]"),
     "other inputs": (changed(inputs_type="float"), "of type 'float' with weights of another type"),
     "blocks of inputs": (changed(inputs_strategy="group"), "input_activations of group_0 with strategy 'group'"),
     "static per token": (changed(inputs_dynamic=False), "strategy 'token', dynamic False"),
     "rotated": (compressed("int", None) | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
     "sparse": (compressed("int", None) | {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
-    "pattern": (compressed("int", None, ignore=("re:(",)), r"ignore has 're:\(', which is no regular expression"),
+    "pattern": (compressed("int", None, ignore=("re:(",)), r"ignore 're:\(' is not read; regular expressions"),
+    "gptq of 3 bits": (GPTQ | {"bits": 3}, "bits 3 of GPTQ is not read; 4 or 8 is"),
+    "gptq for marlin": (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+    "gptq of marlin": (GPTQ | {"is_marlin_format": True}, "is_marlin_format true"),
+    "gptq group": (GPTQ | {"group_size": 7}, "group_size 7 is not read; -1 or a multiple of 16 is"),
+    "gptq with a correction": (GPTQ | {"adapter": {"type": "lora"}}, "adapter {'type': 'lora'}"),
+    "gptq in other words": (GPTQ | {"pack_dtype": "int8"}, "pack_dtype 'int8'"),
+    "gptq order": (GPTQ | {"desc_act": "yes"}, "desc_act 'yes' is not read; true or false is"),
+    "dynamic pattern": (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic 're:\(' is not read"),
+    "dynamic bits": (GPTQ | {"dynamic": {"x": {"bits": 2}}}, "bits 2 of GPTQ"),
+    "awq gemv": (AWQ | {"version": "GEMV"}, "version 'gemv' of AWQ is not read; 'gemm' is"),
+    "awq marlin": (AWQ | {"version": "marlin"}, "version 'marlin' of AWQ"),
+    "awq exllama": (AWQ | {"version": "exllama"}, "version 'exllama' of AWQ"),
+    "awq of 8 bits": (AWQ | {"bits": 8}, "bits 8 of AWQ is not read; 4 is"),
+    "awq without zero points": (AWQ | {"zero_point": False}, "zero_point False of AWQ"),
+    "llm-awq": (AWQ | {"backend": "llm-awq"}, "backend 'llm-awq' of AWQ"),
+    "bitsandbytes of no bits": ({"quant_method": "bitsandbytes"}, "load_in_4bit False, load_in_8bit False"),
+    "another table": (NF4 | {"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type 'int4' is not read; nf4 or fp4 is"),
+    "another storage": (NF4 | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage 'bfloat16'"),
+    "packs of 3 bits": (packed(num_bits=3), "num_bits 3 of the weights of group_0 is not read; 4 or 8 is"),
+    "order": (packed(actorder="random"), "actorder 'random' of group_0"),
+    "packs per tensor": (packed(strategy="tensor"), "strategy 'tensor', group_size 128"),
+    "nvfp4 groups": (
+        packed("nvfp4-pack-quantized", type="float", group_size=32),
+        "group_size 32 of the weights of group_0 is not read; 16 is",
+    ),
 }
 
 
@@ -134,7 +173,7 @@ def test_what_cannot_be_served_is_refused_in_one_line_that_says_what_can(section
         parse_quantization({"quantization_config": section})
     message = refused.value.message
     assert "\n" not in message
-    assert "supported are fp8 (E4M3) and int8 weights" in message
+    assert re.search(r" is not read; .+ (?:is|are)$", message)
 
 
 def test_sections_that_change_nothing_are_accepted() -> None:

@@ -20,7 +20,7 @@ def pack_codes(codes: Array, scale: Array, code: Code, memory: WeightMemory, fac
     A code without a value, which fp8 has, makes all weights of its output NaN; kernels have no NaN of their own.
     """
     codes = codes.astype(np.uint8, copy=False)
-    scales = scale.astype(np.float32) * np.float32(factor)
+    scales = scale.astype(np.float32).reshape(-1) * np.float32(factor)
     missing = np.isnan(decoded(np.arange(256, dtype=np.uint8), code))
     if missing.any():
         scales[missing[codes].any(axis=1)] = np.nan

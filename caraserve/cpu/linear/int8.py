@@ -14,7 +14,7 @@ from caraserve.model.formats import Matrix
 
 def pack(matrix: Matrix, dtype: Dtype, memory: WeightMemory) -> dict[str, int]:
     """Packs codes as panels of bytes, and their scales."""
-    return pack_codes(matrix.arrays["codes"], matrix.arrays["scale"], Code.I8, memory)
+    return pack_codes(matrix.arrays["codes"] ^ 128, matrix.arrays["scale"], Code.I8, memory)
 
 
 def _emit(b: Any, address: Any) -> Any:

@@ -51,7 +51,8 @@ def _pack(codes, panels):  # type: ignore[no-untyped-def]
 
 def pack(matrix: Matrix, dtype: Dtype, memory: WeightMemory) -> dict[str, int]:
     """Packs codes as panels of half bytes, and scales as exponents of fp32."""
-    codes = np.ascontiguousarray(matrix.arrays["codes"])
+    codes = matrix.arrays["codes"].astype(np.uint8, copy=False)
+    codes = codes[:, ::2] | codes[:, 1::2] << 4
     panels = np.zeros((ceil_div(len(codes), PANEL), 2 * codes.shape[1], _HALF_PANEL), np.uint8)
     _pack(codes, panels)
     scale = matrix.arrays["scale"].astype(np.uint8) + np.uint8(_HALF_EXPONENT)

@@ -47,6 +47,7 @@ from caraserve.model.gguf.reader import gguf_config, opened_model
 from caraserve.model.not_a_model import why_no_model
 from caraserve.model.opened_file import TensorFileError
 from caraserve.model.plan import DecoderPlan
+from caraserve.model.plan_formats import with_formats, with_stored
 from caraserve.model.quantization import parse_quantization
 from caraserve.model.safetensors_reader import weight_files
 
@@ -146,6 +147,7 @@ def load_plan(folder: Path) -> DecoderPlan:
         stored = weight_files(folder)
         if plan.head is not None and not any(name in stored for name in plan.stored_names(plan.head)):
             plan = replace(plan, head=None)  # as transformers does, whatever the configuration says
+        plan = with_stored(plan, stored)
         if plan.embed == "model.embed_tokens.weight" and "embed_tokens.weight" in stored:
             # An embedding model, saved without the module of its head, and so are its adapters.
             plan = replace(plan, checkpoint_prefixes=("", "model."), adapter_prefixes=(*plan.adapter_prefixes, ""))
@@ -202,7 +204,7 @@ def _planned(family: Family, config: Config) -> DecoderPlan:
     reading of a field expects."""
     try:
         with np.errstate(all="ignore"):  # what is not finite is refused below
-            plan = family.plan(config).with_formats(parse_quantization(config))
+            plan = with_formats(family.plan(config), parse_quantization(config))
         numbers = list(_numbers(plan))
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise ModelLoadError(

@@ -42,6 +42,12 @@ class TensorReader(Protocol):
     def blocks(self, name: str, shape: tuple[int, ...], kind: str) -> NDArray[np.uint8]:
         """Reads the blocks of a tensor of a GGUF file, which must have this shape and type: [..., bytes of a row]."""
 
+    def words(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint32]:
+        """Reads a tensor of integers of 32 bits, which must have this shape."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Returns the shape of a tensor, None if there is no such tensor."""
+
     def scales(self, module: str, outputs: int) -> NDArray[np.float32]:
         """Reads the scale of each output; the checkpoint may have one for all."""
 
@@ -52,6 +58,9 @@ class WeightFormat(Protocol):
     @property
     def name(self) -> str:
         """The name by which backends find their kernels."""
+
+    def main_tensor(self, module: str) -> str:
+        """Returns the name of a tensor that each module of this format has."""
 
     def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
         """Reads a module's weights of shape [outputs, inputs]. Raises ModelLoadError."""

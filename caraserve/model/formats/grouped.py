@@ -84,6 +84,10 @@ class GroupedFormat:
     kind: GroupedCodes
     group: int  # inputs with one scale; 0: all
 
+    def main_tensor(self, module: str) -> str:
+        """Returns the name of a tensor that each module of this format has."""
+        return f"{module}.weight"
+
     def values(self, matrix: Matrix) -> NDArray[np.float32]:
         """Returns the weights as numbers, in the order of the inputs."""
         return values_of(self.kind, matrix)
@@ -106,9 +110,8 @@ class GroupedFormat:
         )
 
 
-def check_powers(tensor: str, powers: NDArray[np.generic]) -> None:
-    """Raises ModelLoadError for scales of `Scale.E8M0` with which weights could be too large."""
-    largest = int(powers.max(initial=0))
+def check_powers(tensor: str, largest: int) -> None:
+    """Raises ModelLoadError for a largest scale of `Scale.E8M0` with which weights could be too large."""
     if largest > _LARGEST_POWER:
         raise ModelLoadError(
             f"{tensor} has a scale of {largest}; scales up to {_LARGEST_POWER} (2^{_LARGEST_POWER - POWER_BIAS}) "

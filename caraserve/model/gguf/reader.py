@@ -115,6 +115,14 @@ class GgufReader:
         """Raises ModelLoadError: GGUF files have blocks instead."""
         raise ModelLoadError(f"{self._model.name}: tensor {name} is read as {code.value}, which GGUF files do not have")
 
+    def words(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint32]:
+        """Raises ModelLoadError: GGUF files have no words of packed codes."""
+        raise ModelLoadError(f"{self._model.name}: tensor {name} is read as words of packed codes, which GGUF files lack")
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Returns None: no tensor of a GGUF file is optional."""
+        return None
+
     def scales(self, module: str, outputs: int) -> NDArray[np.float32]:
         """Raises ModelLoadError: GGUF files have blocks instead."""
         raise ModelLoadError(f"{self._model.name}: {module} is read with scales, which are in the blocks of GGUF files")
