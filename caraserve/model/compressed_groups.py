@@ -58,8 +58,8 @@ def _packed_integers(name: str, weights: Mapping[str, Any], dtype: Dtype) -> Wei
     if bits not in (4, 8):
         raise NotRead(f"num_bits {bits!r:.200} of the weights of {name}", "4 or 8")
     if weights.get("actorder") not in (None, False, "group", "dynamic", "weight", "static"):
-        raise NotRead(f"actorder {weights['actorder']!r:.200} of {name}", "group, weight, or by older names dynamic and static,")
-    size = 0 if strategy == "channel" else weights.get("group_size")
+        raise NotRead(f"actorder {weights['actorder']!r:.200} of {name}", "group, dynamic, weight or static")
+    size: Any = 0 if strategy == "channel" else weights.get("group_size")
     symmetric = weights.get("symmetric", True)
     if strategy not in ("channel", "group") or not isinstance(symmetric, bool) or not _is_group(size):
         raise NotRead(

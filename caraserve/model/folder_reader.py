@@ -96,7 +96,7 @@ class FolderReader:
 
     def words(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint32]:
         """Reads a tensor of integers of 32 bits, which must have this shape."""
-        with _load_errors():
+        with load_errors():
             file, name = self._file(name, shape)
             return file.words(name)
 
@@ -104,7 +104,7 @@ class FolderReader:
         """Returns the shape of a tensor, None if there is no such tensor."""
         if not any(one in self._files for one in self._stored_names(name)):
             return None
-        with _load_errors():
+        with load_errors():
             file, name = self._file(name)
             return file.shape(name)
 

@@ -10,13 +10,8 @@ A linear is a module as checkpoints and adapters name it. A part is those of its
 part in its layer. A fused module (`qkv_proj`) has several parts, others have one, so backends see the same sites.
 """
 
-<<<<<<< HEAD
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-=======
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
->>>>>>> 89a47eaa (Read GPTQ, AWQ, bitsandbytes, packed compressed-tensors and fp8 in blocks; fp8, int8 and MXFP4 are grouped codes too)
 from functools import cached_property
 from typing import Any, Literal
 

@@ -113,7 +113,8 @@ def _fp8(section: Mapping[str, Any], dtype: Dtype) -> Quantization:
     if blocks:
         if not isinstance(blocks, list) or len(blocks) != 2 or not all(map(_is_group, blocks)) or scheme != "dynamic":
             raise NotRead(f"weight_block_size {blocks!r:.200}, activation_scheme {scheme}", "[128, 128] and dynamic")
-        form = BlockCodes.of(Code.F8_E4M3, *blocks, ".weight_scale_inv")
+        rows, group = blocks
+        form = BlockCodes.of(Code.F8_E4M3, rows, group, ".weight_scale_inv")
     # In this format the head is never quantised, whether the list has it or not.
     return Quantization((((_LINEAR,), form),), (*ignore, _HEAD))
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, Dtype, to_float32
-from caraserve.model.formats import Matrix, TensorReader
+from caraserve.model.formats import Array, Matrix, TensorReader
 from caraserve.model.formats.grouped import GroupedCodes, GroupedFormat, Scale, centred
 from caraserve.model.formats.unpacking import halves_from_high, no_stack, require, stored_scales
 from caraserve.util.units import ceil_div
@@ -69,7 +69,7 @@ class FourBits(GroupedFormat):
         scale = self._scales(tensors, weight, ceil_div(count, BLOCK), state)
         if group < BLOCK:
             scale = np.repeat(scale, BLOCK // group)[: count // group]
-        arrays = {"codes": codes[:count].reshape(shape), "scale": scale.reshape(outputs, -1)}
+        arrays: dict[str, Array] = {"codes": codes[:count].reshape(shape), "scale": scale.reshape(outputs, -1)}
         return Matrix(arrays, group=group)
 
     def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
@@ -81,7 +81,9 @@ class FourBits(GroupedFormat):
         tensor = self.main_tensor(module)
         stored = tensors.shape(tensor)
         if stored is None or len(stored) != 1 or stored[0] > _MOST_STATE_BYTES:
-            raise ModelLoadError(f"tensor {tensor} has shape {stored}; it must be a text of at most {_MOST_STATE_BYTES} bytes")
+            raise ModelLoadError(
+                f"tensor {tensor} has shape {stored}; it must be a text of at most {_MOST_STATE_BYTES} bytes"
+            )
         try:
             state = json.loads(tensors.codes(tensor, stored, Code.U8).tobytes())
         except (ValueError, RecursionError):

@@ -107,7 +107,8 @@ def _nibbles(blocks: Bytes, at: int, run: int, runs: int = 1) -> Bytes:
 
 def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
     """Returns 16 for each of 32 bits that is set, [blocks, 32]."""
-    return np.unpackbits(np.ascontiguousarray(blocks[:, at : at + 4]), axis=1, bitorder="little") << 4
+    bits = np.unpackbits(np.ascontiguousarray(blocks[:, at : at + 4]), axis=1, bitorder="little")
+    return bits << np.uint8(4)
 
 
 def _q8_0(blocks: Bytes) -> Arrays:

@@ -129,7 +129,7 @@ def values_of(kind: GroupedCodes, matrix: Matrix) -> NDArray[np.float32]:
         return np.repeat(values, count, axis=-1)[..., :inputs]
 
     scale = _scales(kind, group, matrix)
-    weights = np.asarray(kind.values, np.float32)[codes] * spread(scale, group)
+    weights: NDArray[np.float32] = np.asarray(kind.values, np.float32)[codes] * spread(scale, group)
     offset = _offsets(kind, group, matrix, scale)
     if offset is not None:
         # A product of value and scale has less than 24 bits wherever there is an offset, so the sum rounds once.
