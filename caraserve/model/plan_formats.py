@@ -40,7 +40,7 @@ def with_stored(plan: DecoderPlan, stored: Container[str]) -> DecoderPlan:
 
 
 def _changed(plan: DecoderPlan, change: Callable[[WeightFormat, str], WeightFormat]) -> DecoderPlan:
-    """Returns a plan with the formats of linears, experts and head changed: (format, tensor of the weights) → format."""
+    """Returns a plan with changed formats of linears, experts and head: (format, tensor of the weights) → format."""
 
     def with_format(linear: LinearPlan) -> LinearPlan:
         return replace(linear, format=change(linear.format, f"{linear.module}.weight"))

@@ -104,7 +104,7 @@ class PackedFp4(GroupedFormat):
         divisor = to_float32(*tensors(f"{module}.weight_global_scale", (1,)))
         with np.errstate(all="ignore"):
             largest = np.abs(decoded(scale, Code.F8_E4M3) / divisor).max() * max(FP4)
-        if not (divisor[0] > 0 and np.isfinite(largest)):
+        if not (np.inf > divisor[0] > 0 and np.isfinite(largest)):
             raise ModelLoadError(f"{module}: a weight would not be finite with weight_scale and weight_global_scale")
         return Matrix({"codes": codes, "scale": scale, "divisor": np.repeat(divisor, outputs)}, group=self.group)
 

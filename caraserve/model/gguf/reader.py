@@ -117,9 +117,7 @@ class GgufReader:
 
     def words(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint32]:
         """Raises ModelLoadError: GGUF files have no words of packed codes."""
-        raise ModelLoadError(
-            f"{self._model.name}: tensor {name} is read as words of packed codes, which GGUF files lack"
-        )
+        raise ModelLoadError(f"{self._model.name}: tensor {name} is read as packed words, which GGUF files lack")
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Returns None: no tensor of a GGUF file is optional."""

@@ -1,6 +1,7 @@
-"""Writes packed.npz: random tensors as libraries store quantised weights, and what these make of them: auto-gptq 0.7.1,
-autoawq 0.2.9, compressed-tensors 0.20.0, bitsandbytes 0.50.2. They have to be installed for this alone, the first two as
-unpacked sources: `python -m tests.model.golden.make_packed AUTO_GPTQ_FOLDER AUTOAWQ_FOLDER`."""
+"""Writes packed.npz: random tensors as libraries store quantised weights, and the values that these give them.
+
+They are auto-gptq 0.7.1, autoawq 0.2.9, compressed-tensors 0.20.0 and bitsandbytes 0.50.2, which have to be installed
+for this alone, the first two as unpacked sources: `python -m tests.model.golden.make_packed AUTO_GPTQ_FOLDER AUTOAWQ_FOLDER`."""
 
 import ast
 import importlib.util
@@ -71,7 +72,8 @@ def gptq(folder: Path) -> dict[str, Any]:
 def awq(folder: Path) -> dict[str, Any]:
     sys.path.insert(0, str(folder / "awq/utils"))
     spec = importlib.util.spec_from_file_location("packing_utils", folder / "awq/utils/packing_utils.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     packing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(packing)
     tensors = {
