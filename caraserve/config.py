@@ -332,6 +332,12 @@ class HttpConfig(Config):
         help="time between two requests after which a connection is closed; make it longer than that of clients, "
         "proxies and load balancers, at least 20",
     )
+    stream_interval: int = option(
+        1,
+        **_COUNT,
+        help="tokens in an event of a stream, after the first one, which is sent at once. More take less work for each "
+        "token of many fast streams",
+    )
     log_format: str = option("human", choices=("human", "json"), help="format of log lines")
     log_level: str = option(
         "info", type=str.lower, choices=("debug", "info", "warning", "error"), help="lowest level to log"

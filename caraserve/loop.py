@@ -6,8 +6,7 @@ are in flight, so the device never waits for the event loop. Everything here run
 A request that ends while its next iteration is already launched gives its slot and blocks back at once: the backend
 applies batches in launch order, so their next owner writes after that iteration has read. Its result is dropped.
 
-When a client disconnects, `_expire` ends its request, and `SlotAllocator.release` returns its slot, KV blocks and
-adapter. A full queue refuses requests in `_submit` (429).
+When a client disconnects, `_expire` ends its request. A full queue refuses requests in `_submit` (429).
 """
 
 import asyncio
@@ -317,8 +316,7 @@ class Engine:
             self._fail_iteration(launched, outcome)
             return
         duration_s = outcome.done_s - outcome.started_s
-        error_s = self._times.end(outcome.done_s, outcome.started_s, is_typical=outcome.is_typical)
-        self._metrics.observe_begin(error_s)
+        self._metrics.observe_begin(self._times.end(outcome.done_s, outcome.started_s, is_typical=outcome.is_typical))
         self._speculation.observe(launched.rows, outcome)
         self._tokens_per_s += 0.1 * (launched.num_tokens / max(duration_s, 1e-6) - self._tokens_per_s)
         for observe in self._observers:
@@ -328,6 +326,8 @@ class Engine:
             if self._now() - began_s > _RESULTS_S:
                 await asyncio.sleep(0)
                 began_s = self._now()
+        if any(active.last_token_s == active.first_token_s == outcome.done_s for active, _ in launched.rows):
+            await asyncio.sleep(0)  # first tokens are sent before the iteration after the next is scheduled
 
     def _process_side_batches(self) -> None:
         """Passes the results of side batches that have ended to their requests."""

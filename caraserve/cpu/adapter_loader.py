@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.cpu.adapters import CpuImage
-from caraserve.cpu.thread_team import yield_to_event_loop
 from caraserve.telemetry.trace import Trace
+from caraserve.util.thread_priority import yield_to_event_loop
 
 
 class EmulatedLink:

@@ -28,11 +28,12 @@ from caraserve.cpu.merged_weights import CpuMergedWeights
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.cpu.streamed_prefill import StreamedPrefills
 from caraserve.cpu.structs import BLOCK_TOKENS, CACHE, filled
-from caraserve.cpu.thread_team import ThreadTeam, yield_to_event_loop
+from caraserve.cpu.thread_team import ThreadTeam
 from caraserve.cpu.tracing import trace_batch
 from caraserve.cpu.weights import LoadedModel
 from caraserve.model.plan import DecoderPlan
 from caraserve.telemetry.trace import Trace
+from caraserve.util.thread_priority import yield_to_event_loop
 from caraserve.util.units import align_up, ceil_div
 
 _STREAMED_PREFILLS = 2  # at a time; each has a residual stream of its own

@@ -4,7 +4,6 @@ The caller is member 0. Helpers wait for the next call by a bounded spin inside 
 lock, and then sleep on a condition: an idle server uses no CPU, and calls in close succession need no wake-up.
 """
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from caraserve.core.lora_layout import aligned_bytes
 from caraserve.cpu.jit import entry
 from caraserve.cpu.libc import sched_yield
 from caraserve.cpu.simd import load_acquire, spin_pause, store_release
+from caraserve.util.thread_priority import yield_to_event_loop
 
 _SPINS = 4000  # about 100 µs: longer than the gap between two iterations that follow closely
 
@@ -96,9 +96,3 @@ class ThreadTeam:
             if self._closing:
                 return
             self._function(member, self.size, *self._arguments)
-
-
-def yield_to_event_loop() -> None:
-    """Lowers the calling thread's priority, so that the event loop's thread preempts it as soon as it wakes."""
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)

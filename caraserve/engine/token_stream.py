@@ -8,11 +8,14 @@ from caraserve.core.request import Phases, TokenDelta
 from caraserve.engine.unread import FREE_BYTES, UnreadAnswer, size_of
 from caraserve.errors import ReaderTooSlow
 
+_WAITING_BYTES = FREE_BYTES // 4  # of an answer, for fewer tokens than are sent at a time
+
 
 class TokenStream:
     """Async iterator of a request's `TokenDelta`s; the last one has `finish` set, also when the request fails.
 
-    Deltas since the reader's last read are merged into one, of about `FREE_BYTES` at most.
+    Deltas since the reader's last read are merged into one, of about `FREE_BYTES` at most. `interval_tokens`: for so
+    many tokens the reader is woken once, but at once for the first ones and for the last.
     """
 
     def __init__(
@@ -27,6 +30,8 @@ class TokenStream:
         being uploaded. `phases`: returns the request's times until now."""
         self.served_by, self.phases, self.unread = served_by, phases, unread
         self._on_cancel = on_cancel
+        self.interval_tokens = 1
+        self._awaited_tokens = 0  # the reader is woken when so many more are pending
         self._pending: list[TokenDelta] = []
         self._pending_bytes = self._taken_bytes = 0  # taken: the last delta, which the reader has yet to send
         self._ready = asyncio.Event()
@@ -46,7 +51,10 @@ class TokenStream:
             num_bytes = size_of(delta)
             self._pending_bytes += num_bytes
             self.unread.add(num_bytes)
-        self._ready.set()
+        self._awaited_tokens -= len(delta.token_ids)
+        # An answer that has paused goes on once half of over `FREE_BYTES` is read, so less than that may wait here.
+        if self._awaited_tokens <= 0 or delta.finish is not None or self.unread.unread_bytes > _WAITING_BYTES:
+            self._ready.set()
 
     def cancel(self) -> None:
         """Cancels the request, which frees its slot, KV blocks and adapter within an iteration. No effect if it has
@@ -88,6 +96,8 @@ class TokenStream:
             num_bytes = sum(map(size_of, taken))
         if not self._pending:
             self._ready.clear()
+            if any(delta.token_ids for delta in taken):
+                self._awaited_tokens = self.interval_tokens
         self._pending_bytes -= num_bytes
         self._taken_bytes = num_bytes
         return taken

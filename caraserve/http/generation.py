@@ -147,6 +147,8 @@ class Generation:
     async def _stream(self) -> GenerationResult:
         writer = self.api_request.writer
         finishes: Sequence[Finish] = ()
+        for one in self._streams:
+            one.interval_tokens = self._context.config.stream_interval
         async with EventStream(self._request, self._context.timings, writer) as events:
             self._events = events
             try:

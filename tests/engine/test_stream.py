@@ -62,3 +62,26 @@ async def test_cancelling_calls_the_owner() -> None:
     cancelled: list[bool] = []
     TokenStream(lambda: cancelled.append(True), UnreadAnswer(UnreadBudget(1 << 20, lambda: None), "client")).cancel()
     assert cancelled == [True]
+
+
+async def test_a_reader_is_woken_for_the_first_token_then_for_each_interval_then_for_the_finish() -> None:
+    stream = new_stream()
+    stream.interval_tokens = 3
+    reading = asyncio.create_task(gathered(stream))
+    for token in range(9):
+        stream.put(TokenDelta(str(token), (token,), finish=FINISH if token == 8 else None))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert [delta.text for delta in await reading] == ["0", "123", "456", "78"]
+
+
+async def test_many_bytes_do_not_wait_for_the_interval() -> None:
+    """An answer pauses by what is unread, also of tokens with many alternatives that wait for an interval."""
+    stream = new_stream()
+    stream.interval_tokens = 1 << 20
+    stream.put(TokenDelta("", (0,)))
+    await anext(stream)
+    scored = TokenLogprob(1, -1.0, top_ids=tuple(range(20)), top_logprobs=(-1.0,) * 20)
+    for _ in range(1000):
+        stream.put(TokenDelta("", (1,), logprobs=(scored,)))
+    assert (await anext(stream)).token_ids
