@@ -36,7 +36,7 @@ from caraserve.http.access.adapter_choice import (
     BASE_MODEL,
     AdapterFinder,
     chosen_adapter,
-    find_named,
+    find_forwarded,
     settings_of,
 )
 from caraserve.http.api_request import ApiRequest, ReceivedBody
@@ -207,7 +207,7 @@ async def _answer_verified(
     chosen = BASE_MODEL
     if claims.adapter is not None:
         context = request.app[CONTEXT]
-        chosen = chosen_adapter(context, claims.adapter, find_named(context, claims.adapter))
+        chosen = chosen_adapter(context, claims.adapter, find_forwarded(context, claims.adapter))
         if chosen.defaults.digest != claims.defaults_digest:
             return _refused(engine, selector, Refusal("no-adapter", _NEVER))
     find: AdapterFinder = lambda model: BASE_MODEL if model in engine.base_names else chosen  # noqa: E731

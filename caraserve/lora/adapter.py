@@ -63,7 +63,15 @@ class UploadSource(ABC):
         """Reads the adapter as `ReadAdapter` does."""
 
 
-Source: TypeAlias = AdapterFolder | RemoteSource | UploadSource
+class CombinedSource(ABC):
+    """The source of an adapter that is made of other adapters' images."""
+
+    @abstractmethod
+    def read(self, into: NDArray[np.uint8], done: Done, layers_arrived: LayersArrived) -> None:
+        """Reads the adapter as `ReadAdapter` does."""
+
+
+Source: TypeAlias = AdapterFolder | RemoteSource | UploadSource | CombinedSource
 
 
 ReadAdapter: TypeAlias = Callable[[Source, NDArray[np.uint8], Done, LayersArrived], None]

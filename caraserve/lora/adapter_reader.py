@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.lora.adapter import Done, LayersArrived, RemoteSource, Source, UploadSource
+from caraserve.lora.adapter import CombinedSource, Done, LayersArrived, RemoteSource, Source, UploadSource
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.base_copies import check_copies
 from caraserve.lora.folder_contents import stamp
@@ -36,7 +36,7 @@ class AdapterReader:
         """`base`: the tensors of the base model, with which those in adapters' files are compared."""
         self._download: Callable[[str, NDArray[np.uint8], Done, LayersArrived], None] | None = None
         self._on_read: Callable[[str, AdapterFolder, str], None] = lambda digest, folder, stamp: None
-        self._plan, self._on_loop, self._base = plan, on_loop, base
+        self._plan, self.on_loop, self._base = plan, on_loop, base
         self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
         # The last error of each unusable folder: each is logged once.
         self._refusals: WeakKeyDictionary[AdapterFolder, str] = WeakKeyDictionary()
@@ -80,7 +80,7 @@ class AdapterReader:
     ) -> None:
         """Reads and checks a whole adapter into `into`. Calls `done` on the event loop with the image or the error and,
         during a download, `layers_arrived` with the layers so far."""
-        if isinstance(source, UploadSource):
+        if isinstance(source, UploadSource | CombinedSource):
             source.read(into, done, layers_arrived)
             return
         if isinstance(source, RemoteSource):
@@ -101,7 +101,7 @@ class AdapterReader:
                 result = error
             except OSError as error:
                 result = AdapterRejected(f"the adapter's folder cannot be read: {error.strerror}")
-            self._on_loop(lambda: deliver(result, before))
+            self.on_loop(lambda: deliver(result, before))
 
         def deliver(result: HostAdapter | CaraServeError, before: str) -> None:
             folder.remove_user()
@@ -117,7 +117,7 @@ class AdapterReader:
 
     def refuse(self, error: CaraServeError, done: Done) -> None:
         """Calls `done` with an error, as `read` does: not before it has returned."""
-        self._on_loop(lambda: done(error))
+        self.on_loop(lambda: done(error))
 
     def close(self) -> None:
         """Ends the threads."""

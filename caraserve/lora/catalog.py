@@ -16,11 +16,13 @@ from typing import TypeVar
 
 from caraserve.core.adapter_facts import NO_FACTS, AdapterFacts
 from caraserve.core.adapter_rules import DIGEST, check_adapter_name
+from caraserve.core.combined_names import is_combined
 from caraserve.core.lora_layout import MAX_RANK, AdapterSpec
 from caraserve.errors import AdapterBusy, AdapterRejected, CaraServeError, ConfigError, Forbidden, NotFound
 from caraserve.lora.adapter import Adapter, RemoteSource, UploadSource, too_large
 from caraserve.lora.adapter_folder import AdapterFolder, AdapterFolders
 from caraserve.lora.adapter_reader import AdapterReader
+from caraserve.lora.combinations import Combinations
 from caraserve.lora.folder_contents import RefusedFolders, changed_s, stamp
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import resolve_adapter_path
@@ -83,6 +85,7 @@ class Catalog:
         self.preparations: list[AdapterPreparation] = []  # before a name stands for an adapter loaded at run time
         self._infos: dict[str, AdapterInfo] = {}
         self._uploading: dict[str, AdapterInfo] = {}  # with a random digest; not in `_infos`
+        self._combinations = Combinations(plan, manager, reader, self._infos.get, self.refuse_combination)
         self._changes = Turns(_change_refused, of_key=1, waiting=_MOST_CHANGES)  # of names
         self._unloaded: dict[str, str] = {}  # stamps of folders in --adapters-dir whose adapters were unloaded, by name
 
@@ -98,7 +101,10 @@ class Catalog:
         return info
 
     def find(self, name: str) -> AdapterInfo | None:
-        """Returns the adapter of that name, or None. One that is being uploaded counts, if there is no other."""
+        """Returns the adapter or the combination of that name, or None. One that is being uploaded counts, if there is
+        no other."""
+        if is_combined(name):
+            return self._combinations.find(name)
         return self._infos.get(name) or self._uploading.get(name)
 
     def find_whole(self, name: str) -> AdapterInfo | None:
@@ -144,11 +150,13 @@ class Catalog:
         except CaraServeError:
             if self._infos.pop(name, None) is not None:
                 self.manager.unregister(name)
+                self._combinations.member_changed(name)
             raise
         created_s = time.time()
         self._infos[name] = AdapterInfo(name, digest, digest, rank, (), num_bytes, created_s, facts=facts)
         self.rules.base.report(name, facts)
         self.manager.register(name, digest, RemoteSource(digest), num_bytes)
+        self._combinations.member_changed(name)
         self._replace_upload(name)
 
     def _refuse_unservable(self, name: str, digest: str, rank: int, num_bytes: int, facts: AdapterFacts) -> None:
@@ -183,6 +191,7 @@ class Catalog:
             self.refused.note(name, _STAYS_UNLOADED)
         if self._infos.pop(name, None) is None:
             return None
+        self._combinations.member_changed(name)
         self._notify(self._observers, name, None)
         return self.manager.unregister(name)
 
@@ -389,6 +398,7 @@ class Catalog:
         self.rules.base.report(info.name, info.facts)
         folder = folder or self.folders.at(Path(info.path))
         self.manager.register(info.name, info.digest, folder, info.num_bytes)
+        self._combinations.member_changed(info.name)
         if self.rules.keep_on_device:
             self.manager.acquire(self.manager.pin(info.name))
 
@@ -418,6 +428,12 @@ class Catalog:
         if num_bytes > self.rules.host_bytes:
             return too_large(num_bytes, self.rules.host_bytes, "--max-host-adapters-bytes")
         return None
+
+    def refuse_combination(self, info: AdapterInfo) -> None:
+        """Raises CaraServeError for a combination of adapters that can never be served here."""
+        self._refuse_if_all_stay()
+        if (refusal := self._refusal(info.rank, info.num_bytes, info.facts.trained_on)) is not None:
+            raise refusal
 
     def _refuse_if_all_stay(self) -> None:
         if self.rules.keep_on_device:

@@ -156,7 +156,7 @@ class ImageWriter:
         if written is not None and change.rank:
             a, b = (vocabulary.source(module, one) for one in MATRICES)
             product = abs(change.scale) * change.rank * vocabulary.inputs(module) * written["A"] * written["B"]
-            _check_size(product, f"tensors {a} and {b}: with the scale {change.scale:.3g} their product")
+            check_update(product, f"tensors {a} and {b}: with the scale {change.scale:.3g} their product")
         vocabulary.write(module, matrix, values, data, dtype, start)
 
     def _linear(self, module: Module) -> LinearPlan:
@@ -191,13 +191,13 @@ class ImageWriter:
         kind, adapted = self._layout.kind, self._layout.modules[module]
         product = abs(adapted.scale) * adapted.rank * self._linear(module).inputs * largest["A"] * largest["B"]
         (a, *_), (b, *_) = (kind.sources[matrix] for matrix in MATRICES)
-        _check_size(product, f"tensors {adapted.tensors[a]} and {b}: with the scale {adapted.scale:.3g} their product")
+        check_update(product, f"tensors {adapted.tensors[a]} and {b}: with the scale {adapted.scale:.3g} their product")
         if VECTORS in largest:
             (vector, *_) = kind.sources[VECTORS]
-            _check_size(max(product, 1.0) * largest[VECTORS], f"tensor {adapted.tensors[vector]}: a result")
+            check_update(max(product, 1.0) * largest[VECTORS], f"tensor {adapted.tensors[vector]}: a result")
 
 
-def _check_size(largest: float, what: str) -> None:
+def check_update(largest: float, what: str) -> None:
     """Raises AdapterRejected if the largest absolute value that something may reach is too large."""
     if not largest <= LARGEST_UPDATE:  # nor NaN
         raise AdapterRejected(

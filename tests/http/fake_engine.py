@@ -19,6 +19,7 @@ from caraserve.engine.stats import RequestCounts
 from caraserve.engine.unread import UnreadAnswer, UnreadBudget
 from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidRequest, NotFound
 from caraserve.lora.adapter import Adapter, EndedLoad
+from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.served_base import ANY_BASE
 from caraserve.model.sentence_format import LAST_TOKEN
 from caraserve.tokenizer.adapter_templates import AdapterTemplates
@@ -125,6 +126,7 @@ class FakeAdapter:
     digest: str = DIGEST
     targets: tuple[str, ...] = ("q_proj",)
     facts: AdapterFacts = NO_FACTS
+    state: str = "active"
 
 
 @dataclass(frozen=True)
@@ -258,6 +260,8 @@ class FakeCatalog:
 
     def find(self, digest: str) -> Adapter | None:
         return self.adapters.get(digest)
+
+    def refuse_combination(self, info: AdapterInfo) -> None: ...
 
 
 @dataclass

@@ -30,11 +30,13 @@ from caraserve.cluster.routing.selector import (
     refuses_new_requests,
 )
 from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, Tier
+from caraserve.core.combined_names import is_combined, members_of
 from caraserve.http.app import add_peer_routes, make_app, start_http, start_peer_http
 from caraserve.http.context import HttpTimings
 from caraserve.http.dispatch import ANSWERING_QUESTION, ClusterRouter, QueueRebalancer, is_answering
 from caraserve.http.proxy import PeerProxy
 from caraserve.http.tracing import Tracer
+from caraserve.lora.combinations import combination_of
 from caraserve.lora.management import AdapterManagement
 from caraserve.util.least_rate import LeastRate
 from tests.http.fake_engine import FakeEngine
@@ -114,6 +116,15 @@ class View:
         self._world.names.pop(name, None)
 
 
+def _found(engine: FakeEngine, name: str) -> Any:
+    """Returns an instance's adapter or combination, as a catalog finds it."""
+    members = [(engine.loaded.get(member), weight) for member, weight in members_of(name)]
+    if not is_combined(name) or not all(info for info, _ in members):
+        return engine.loaded.get(name)
+    found: Any = members
+    return combination_of(found)
+
+
 @dataclass
 class Server:
     """One instance of a test, with its fake engine."""
@@ -183,7 +194,7 @@ class Fleet:
         view = View(name, self.world)
         chosen = None if self._routing == LOCAL else Policy(self._routing)
         selector = InstanceSelector(
-            *(view, view, chosen, self._slo, engine.loaded.get, lambda: refuses_new_requests(engine)),
+            *(view, view, chosen, self._slo, partial(_found, engine), lambda: refuses_new_requests(engine)),
             fetcher=fetcher,
             rng=Random(name),
         )

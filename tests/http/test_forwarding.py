@@ -41,6 +41,19 @@ async def test_any_instance_accepts_any_request_and_one_answers() -> None:
         assert (running["b"].routing_metrics.forwarded, running["a"].routing_metrics.received) == ({"a": 2}, 4)
 
 
+async def test_a_combination_is_answered_by_an_instance_that_has_all_of_its_adapters() -> None:
+    one, other = (FakeAdapter(name, f"/{name}", digest=64 * name) for name in "ab")
+    async with fleet() as running:
+        for name, adapters in (("i1", []), ("i2", [one]), ("i3", [one, other])):
+            await running.start(name, FakeEngine(loaded={adapter.name: adapter for adapter in adapters}))
+        for name in running.servers:
+            for fields in ({}, {"stream": True}):
+                answer = await running[name].client.complete(model="b*0.5+a*0.25", **fields)
+                assert (answer.status, answer.headers["x-caraserve-instance"]) == (200, "i3")
+        assert {request.adapter for request in running["i3"].engine.requests} == {"a*0.25+b*0.5"}
+        assert running["i1"].routing_metrics.refused == {}
+
+
 async def test_an_answer_is_the_same_as_from_the_instance_itself() -> None:
     async with fleet("a", "b") as running:
         for post in ("complete", "chat"):

@@ -33,7 +33,7 @@ class Read:
         self._go = threading.Event()
         loop, self._result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
         self._reader, self._work = receiver.uploads.reader, list[Callable[[], None]]()
-        self._reader._on_loop = lambda call: loop.call_soon_threadsafe(call) and None
+        self._reader.on_loop = lambda call: loop.call_soon_threadsafe(call) and None
         with monkeypatch.context() as patch:
             patch.setattr(self._reader.executor, "submit", self._work.append)
             self._reader.read(adapter.source, aligned_bytes(LIMIT), self._result.set_result)
@@ -185,7 +185,7 @@ async def test_files_that_somebody_else_has_changed_are_an_error_that_names_no_h
     result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     manager.on_change(lambda: result.done() or adapter.error is None or result.set_result(None))
     loop = asyncio.get_running_loop()
-    receiver.uploads.reader._on_loop = lambda call: loop.call_soon_threadsafe(call) and None
+    receiver.uploads.reader.on_loop = lambda call: loop.call_soon_threadsafe(call) and None
     manager.prefetch(adapter)
     await result
     changed = adapter.error

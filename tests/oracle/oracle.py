@@ -163,6 +163,12 @@ class Oracle:
         else:
             self._model = PeftModel.from_pretrained(self._model, str(folder), adapter_name=peft_name).eval()
 
+    def combine(self, name: str, weights: Mapping[str, float]) -> None:
+        """Adds the sum of adapters with weights under a name."""
+        members = [self._peft_names[one] for one in weights]
+        self._peft_names[name] = f"combined{len(self._peft_names)}"
+        self._model.add_weighted_adapter(members, list(weights.values()), self._peft_names[name], "cat")
+
     @contextmanager
     def _active(self, adapter: str | None) -> Iterator[None]:
         if adapter is not None:

@@ -4,7 +4,7 @@ Reading all instances takes some 10 µs and happens at most every 20 ms, when a 
 request sent to an instance, this one included, is added to the view of that instance.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 
 from caraserve.cluster.membership.member import Member
@@ -36,8 +36,9 @@ class FleetView:
         self._unreachable_until_s: dict[str, float] = {}
         self._failures: dict[str, int] = {}  # of each instance, since it was last reached
 
-    def fleet(self, adapter: str | None, digest: str, *, holders_only: bool) -> Fleet:
-        """Returns the fleet for a request with that adapter. `holders_only`: no instance could download it."""
+    def fleet(self, adapter: str | None, digests: Sequence[str], *, holders_only: bool) -> Fleet:
+        """Returns the fleet for a request with that adapter. `digests`: several of a combination. `holders_only`: no
+        instance could download it."""
         self._refresh()
         if self._unreachable_until_s:
             now = self._now()
@@ -45,13 +46,24 @@ class FleetView:
         able = {name: one for name, one in self._seen.items() if one.able and name not in self._unreachable_until_s}
         if adapter is None:
             return Fleet(self._member.name, able, {}, self.plan)
-        tiers = self.tiers(digest)
+        tiers = self.tiers(digests)
         if holders_only:
             able = {name: one for name, one in able.items() if name in tiers}
         return Fleet(self._member.name, able, {adapter: tiers}, self.plan)
 
-    def tiers(self, digest: str) -> Mapping[str, Tier]:
-        """Returns the instances that have an adapter's bytes, with the tier where they have them."""
+    def tiers(self, digests: Sequence[str]) -> Mapping[str, Tier]:
+        """Returns the instances that have the bytes of these adapters, of one or of all in a combination, with the
+        farthest tier where they have them."""
+        first, *others = map(self._tiers_of, digests)
+        if not others:
+            return first
+        return {
+            name: max([tier, *(other[name] for other in others)])
+            for name, tier in first.items()
+            if all(name in other for other in others)
+        }
+
+    def _tiers_of(self, digest: str) -> Mapping[str, Tier]:
         now = self._now()
         known = self._tiers.get(digest)
         if known is None or now - known[0] > _TIERS_S:

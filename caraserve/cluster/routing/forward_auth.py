@@ -17,7 +17,7 @@ import orjson
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.routing.cost import CostEstimate
 from caraserve.cluster.routing.router import Reason, Refusal
-from caraserve.core.adapter_rules import ADAPTER_NAME
+from caraserve.core.combined_names import members_of
 from caraserve.errors import Forbidden, TooManyForwards
 
 PREFIX = "/cluster"  # before the path of the client's request
@@ -106,7 +106,7 @@ def _read(text: str) -> ForwardClaims:
     digests = claims.digest, claims.defaults_digest, claims.body_digest
     numbers = claims.attempt, claims.time_ms, *(() if claims.seed is None else (claims.seed,))
     typed = all(type(value) is str for value in texts + digests) and all(type(value) is int for value in numbers)
-    named = claims.adapter is None or (type(claims.adapter) is str and ADAPTER_NAME.fullmatch(claims.adapter))
+    named = claims.adapter is None or (type(claims.adapter) is str and members_of(claims.adapter))
     weighted = type(claims.weight) in (int, float) and 0 < claims.weight < inf
     switched = all(type(value) is bool for value in (claims.force, claims.owns_cache))
     if not (typed and named and weighted and switched):

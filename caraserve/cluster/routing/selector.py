@@ -38,6 +38,7 @@ from caraserve.cluster.routing.router import (
 )
 from caraserve.cluster.routing.routing_metrics import RoutingMetrics
 from caraserve.cluster.state.replicated_map import RegisteredAdapter, Tier
+from caraserve.core.combined_names import members_of
 from caraserve.loop import Engine
 from caraserve.lora.registry import UPLOADING, AdapterInfo
 
@@ -247,22 +248,22 @@ class InstanceSelector:
         if uploading := self._uploading(arrival.adapter):
             return Proposal(uploading)
         assert self._policy is not None
-        digest = "" if arrival.adapter is None else self._digest(arrival.adapter)
-        fleet = self._view.fleet(arrival.adapter, digest, holders_only=self._fetcher is None)
+        digests = () if arrival.adapter is None else self._digests(arrival.adapter)
+        fleet = self._view.fleet(arrival.adapter, digests, holders_only=self._fetcher is None)
         return self._policy.propose(arrival, fleet, self._rng)
 
     def outstanding(self, adapters: Iterable[str | None]) -> tuple[dict[str, float], dict[str | None, set[str]]]:
         """Returns the tokens that each able instance still has to compute, estimated; and each adapter's holders."""
-        able = self._view.fleet(None, "", holders_only=False).able.values()
+        able = self._view.fleet(None, (), holders_only=False).able.values()
         mean = self._lengths.expected(None)
         tokens = {one.name: one.backlog.queued_tokens + one.backlog.requests * mean for one in able}
         tokens.setdefault(self.name, 0.0)
-        tiers = {adapter: self._view.tiers(self._digest(adapter)) for adapter in adapters if adapter is not None}
+        tiers = {adapter: self._view.tiers(self._digests(adapter)) for adapter in adapters if adapter is not None}
         return tokens, {adapter: set(held) & tokens.keys() for adapter, held in tiers.items()}
 
     def holders(self, adapter: str | None) -> Collection[str]:
         """Returns the names of the instances that are known to have an adapter's bytes."""
-        return () if adapter is None else self._view.tiers(self._digest(adapter)).keys()
+        return () if adapter is None else self._view.tiers(self._digests(adapter)).keys()
 
     def mark_unreachable(self, name: str) -> None:
         """Leaves an instance out of routing for a while, after a connection to it failed or broke."""
@@ -297,7 +298,7 @@ class InstanceSelector:
         """Whether this instance has the adapter, or could download it if another instance had all of it."""
         if adapter is None or self.has(adapter):
             return True
-        return self._fetcher is not None and self._member.adapter(adapter) is not None
+        return self._fetcher is not None and all(self._member.adapter(one) for one, _ in members_of(adapter))
 
     def _can_answer(self, adapter: str | None) -> bool:
         """Whether this instance has the adapter or can download it now. A request for one that no live instance holds
@@ -310,10 +311,14 @@ class InstanceSelector:
         meant = self.resolve(adapter)
         return meant.digest if meant else ""
 
+    def _digests(self, adapter: str) -> list[str]:
+        """Returns the digest of an adapter, or those of all in a combination."""
+        return [self._digest(member) for member, _ in members_of(adapter)] or [""]
+
     def _tier(self, name: str, adapter: str | None) -> Tier:
         if adapter is None:
             return Tier.DEVICE
-        return self._view.tiers(self._digest(adapter)).get(name, Tier.ABSENT)
+        return self._view.tiers(self._digests(adapter)).get(name, Tier.ABSENT)
 
 
 class RoutingAttempts:

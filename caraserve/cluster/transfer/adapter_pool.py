@@ -21,6 +21,7 @@ from caraserve.cluster.transfer.adapter_store import AdapterStore
 from caraserve.cluster.transfer.disk_cache import DiskCache
 from caraserve.cluster.transfer.download import Downloader, HolderWatch
 from caraserve.cluster.transfer.replaced_folders import ReplacedFolders
+from caraserve.core.combined_names import members_of
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import CaraServeError, Forbidden, Unreachable
 from caraserve.lora.adapter import AdapterTier, Done, LayersArrived, UploadSource
@@ -147,6 +148,10 @@ class AdapterPool:
         if no holder is reachable within 0.5 s Unreachable."""
         if self._joined_s is None:
             return  # not a member yet: only adapters of the start are in the catalog, and their folders are here
+        for member, _ in members_of(name):  # several of a combination
+            await self._ensure(member)
+
+    async def _ensure(self, name: str) -> None:
         digest = self._adopted_digest(name)
         ends_s = self._now() + _HOLDERS_WAIT_S
         while not self._is_available(digest):
@@ -168,8 +173,9 @@ class AdapterPool:
 
     def can_get(self, name: str) -> bool:
         """Whether the bytes of a named adapter are here or on a reachable instance."""
-        meant = self._member.adapter(name) or self._catalog.find(name)
-        return meant is not None and self._is_available(meant.digest)
+        members = members_of(name)  # several of a combination
+        known = [self._member.adapter(one) or self._catalog.find(one) for one, _ in members]
+        return bool(members) and all(one is not None and self._is_available(one.digest) for one in known)
 
     def _is_available(self, digest: str) -> bool:
         version = self._catalog.manager.find(digest)

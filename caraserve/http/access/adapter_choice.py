@@ -1,4 +1,5 @@
-"""Which adapter a request names: in `model`, or in a field by which clients of other servers name an adapter.
+"""Which adapter a request names: in `model`, or in a field by which clients of other servers name an adapter. Several
+with weights, as in `sql*0.7+legal*0.3`, are a combination, which acts as one adapter.
 
 Every field that is present counts. A request in which two fields name different adapters is refused. Which version of
 the adapter may answer is checked by the header If-Match.
@@ -12,11 +13,21 @@ from typing import Any
 from aiohttp import web
 
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
+from caraserve.core.combined_names import (
+    MAX_MEMBERS,
+    Weighted,
+    combined_name,
+    is_combined,
+    members_of,
+    read_combination,
+    summed,
+)
 from caraserve.errors import AdapterRejected, InvalidRequest, NotFound, VersionDiffers
 from caraserve.http.body import fields as body_fields
 from caraserve.http.body.field_types import Fields, shown
 from caraserve.http.client import CLIENT, Client
 from caraserve.http.context import CONTEXT, Context
+from caraserve.lora.combinations import combination_of
 from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.settings import NO_DEFAULTS, AdapterSettings, RequestDefaults
 
@@ -52,6 +63,7 @@ class ChosenAdapter:
 
 
 BASE_MODEL = ChosenAdapter(None)
+_MAX_SCALE = 1e9  # of an adapter in a list; larger products are refused when the adapter is read
 AdapterFinder = Callable[[str], ChosenAdapter]
 """The adapter that a model name stands for. Raises NotFound with param `model`."""
 
@@ -63,6 +75,8 @@ def find_adapter(request: web.Request, model: str) -> AdapterInfo | None:
     context, client = request.app[CONTEXT], request[CLIENT]
     if model in context.engine.base_names:
         return None
+    if is_combined(model):
+        return _find_combination(request, model)
     bases = [base for base in context.engine.base_names if model.startswith(f"{base}:")]
     for name in (model, *(model.removeprefix(f"{base}:") for base in bases)):
         adapter = target_of(context, name)
@@ -75,6 +89,42 @@ def find_adapter(request: web.Request, model: str) -> AdapterInfo | None:
                 f"{name!r} stands for the adapter {adapter!r}, which is not loaded.", param="model", reason=reason
             )
     raise unknown_model(model, refusal(request, name))
+
+
+def _find_combination(request: web.Request, model: str) -> AdapterInfo | None:
+    """The combination that `model` names; None if all of its weights are 0. Each of its adapters is found as if the
+    request named it alone. Raises also InvalidRequest, and what `combination_of` does."""
+    try:
+        named = read_combination(model)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"The model {model[:200]!r} is no combination of adapters: {error}.", param="model"
+        ) from None
+    found: dict[str, AdapterInfo] = {}
+    members = []
+    for name, weight in named:
+        if (info := find_adapter(request, name)) is None:
+            raise InvalidRequest(f"{name!r} is the base model, which a combination cannot name.", param="model")
+        found[info.name] = info
+        members.append((info.name, weight))
+    weighted = summed(members)
+    if not weighted:
+        return None
+    if combined_name(weighted) in found:
+        return found[combined_name(weighted)]
+    combination = combination_of([(found[name], weight) for name, weight in weighted])
+    request.app[CONTEXT].engine.catalog.refuse_combination(combination)
+    return combination
+
+
+def find_forwarded(context: Context, name: str) -> AdapterInfo | None:
+    """The adapter or the combination that another instance means by a name; None if it, or one of its adapters, is not
+    known here. Raises what `combination_of` does."""
+    if not is_combined(name):
+        return find_named(context, name)
+    found = [(find_named(context, member), weight) for member, weight in members_of(name)]
+    members = [(info, weight) for info, weight in found if info is not None]
+    return combination_of(members) if members and len(members) == len(found) else None
 
 
 def target_of(context: Context, name: str) -> str:
@@ -91,7 +141,10 @@ def refuse_alias(context: Context, name: str) -> None:
 
 
 def find_named(context: Context, name: str) -> AdapterInfo | None:
-    """The adapter of that name, here, in the cluster or being uploaded; None if there is none, also for an alias."""
+    """The adapter of that name, here, in the cluster or being uploaded; None if there is none, also for an alias or a
+    combination."""
+    if is_combined(name):  # to whose adapters the client may have no access
+        return None
     try:
         return context.engine.adapter(name)
     except NotFound:
@@ -182,6 +235,8 @@ def _found(field: str, name: str, find: AdapterFinder) -> ChosenAdapter:
             param=field,
             reason=error.reason,
         ) from None
+    except (InvalidRequest, AdapterRejected) as error:  # of a combination
+        raise type(error)(error.message, param=field) from None
 
 
 def _named(fields: Fields) -> Iterator[tuple[str, str]]:
@@ -195,31 +250,36 @@ def _named(fields: Fields) -> Iterator[tuple[str, str]]:
         if name := field.read(fields):
             yield field.name, name
     entries = fields.array("lora", most=1 << 10)
-    if len(entries) > 1:
-        raise InvalidRequest(
-            f"lora has {len(entries)} adapters; a request is answered by one adapter at scale 1.", param="lora"
-        )
-    for entry in entries:
-        yield "lora", _entry_name(entry)
+    if len(entries) > MAX_MEMBERS:
+        raise InvalidRequest(f"lora has {len(entries)} adapters, and {MAX_MEMBERS} are the most.", param="lora")
+    if entries:
+        named = [_weighted(entry, f"lora[{place}]") for place, entry in enumerate(entries)]
+        yield "lora", named[0][0] if len(named) == 1 and named[0][1] == 1 else "+".join(map(_written, named))
 
 
-def _entry_name(entry: Any) -> str:
-    """The adapter of one entry of llama.cpp's `lora`, `{"id": NAME, "scale": 1}`."""
+def _written(member: Weighted) -> str:
+    """A part of a combination's name."""
+    name, weight = member
+    return f"{name}*{weight!r}".replace("e+", "e")
+
+
+def _weighted(entry: Any, where: str) -> Weighted:
+    """The adapter and the weight of one entry of llama.cpp's `lora`, `{"id": NAME, "scale": 0.5}`."""
     if not isinstance(entry, dict):
         raise InvalidRequest(
-            f'lora must be [{{"id": NAME, "scale": 1}}], and its entry is {shown(entry)}.', param="lora"
+            f'lora must be [{{"id": NAME, "scale": NUMBER}}], and an entry is {shown(entry)}.', param="lora"
         )
     if unknown := entry.keys() - {"id", "scale"}:
-        raise InvalidRequest(f"lora[0] has an unknown field {shown(min(unknown))}; send id and scale.", param="lora")
+        raise InvalidRequest(f"{where} has an unknown field {shown(min(unknown))}; send id and scale.", param="lora")
     name, scale = entry.get("id"), entry.get("scale", 1)
-    if not isinstance(name, str) or not 1 <= len(name) <= body_fields.MODEL.longest:
+    if not isinstance(name, str) or not 1 <= len(name) <= body_fields.MODEL.longest or is_combined(name):
         # A number would be an index into a list that changes as adapters are loaded and unloaded.
         raise InvalidRequest(
-            f"lora[0].id must be an adapter's name, not {shown(name)}; GET /v1/models lists them.", param="lora"
+            f"{where}.id must be an adapter's name, not {shown(name)}; GET /v1/models lists them.", param="lora"
         )
-    if type(scale) not in (int, float) or scale != 1:
-        raise InvalidRequest(f"lora[0].scale must be 1, not {shown(scale)}; no other is served.", param="lora")
-    return name
+    if type(scale) not in (int, float) or not abs(scale) <= _MAX_SCALE:
+        raise InvalidRequest(f"{where}.scale must be a number, not {shown(scale)}.", param="lora")
+    return name, float(scale)
 
 
 # --- versions ---

@@ -8,6 +8,7 @@ from caraserve.core.adapter_rules import MAX_CHAT_TEMPLATE_BYTES as MAX_CHAT_TEM
 from caraserve.core.adapter_rules import MAX_LABEL_CHARACTERS as MAX_LABEL_CHARACTERS
 from caraserve.core.adapter_rules import MAX_LABELS as MAX_LABELS
 from caraserve.core.adapter_rules import PINS
+from caraserve.core.combined_names import MAX_MEMBERS
 from caraserve.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_STOPS
 from caraserve.http.body.field_types import (
     BOOLEAN,
@@ -53,7 +54,10 @@ MODEL = TextField("model", _ADAPTER_NAME_CHARACTERS)
 LORA_PATH = TextField("lora_path", _ADAPTER_NAME_CHARACTERS)
 ADAPTER_ID = TextField("adapter_id", _ADAPTER_NAME_CHARACTERS)
 LORA = OtherField(
-    "lora", list_of(closed(object_of(("id",), id=text_of(_ADAPTER_NAME_CHARACTERS), scale={"const": 1})), maxItems=1)
+    "lora",
+    list_of(
+        closed(object_of(("id",), id=text_of(_ADAPTER_NAME_CHARACTERS), scale={"type": "number"})), maxItems=MAX_MEMBERS
+    ),
 )
 USER = TextField("user", _LABEL_CHARACTERS)
 CACHE_SALT = TextField("cache_salt", _LABEL_CHARACTERS)

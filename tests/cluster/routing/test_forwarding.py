@@ -145,7 +145,7 @@ def test_an_instance_that_fails_again_and_again_is_left_out_for_longer_each_time
         began_s = now
         for _ in range(3):  # three requests fail at once
             fleet.mark_unreachable("b")
-        while "b" not in fleet.fleet(None, "", holders_only=False).able:
+        while "b" not in fleet.fleet(None, (), holders_only=False).able:
             now += 0.5
         return now - began_s
 

@@ -33,6 +33,15 @@ async def test_an_adapter_loaded_on_one_instance_is_downloaded_and_held_by_anoth
     assert b.stored.digests() == [digest]
 
 
+async def test_a_combination_of_adapters_of_other_instances_is_made_of_what_is_downloaded(fleet: Pools) -> None:
+    (a, b), _ = await fleet.loaded("a", "b")
+    images = [await one.want("poet*0.5") for one in (a, b)]
+    assert np.array_equal(images[0].data, images[1].data)
+    assert images[0].spec.digest == images[1].spec.digest == a.catalog.get("poet*0.5").digest
+    assert b.pool.can_get("poet*0.5")
+    assert not b.pool.can_get("poet*0.5+sailor")
+
+
 async def test_what_the_files_say_is_known_on_all_instances(fleet: Pools, tmp_path: Path) -> None:
     a, b = await fleet.start("a"), await fleet.start("b")
     path = write_adapter(tmp_path / "pirate", {"base_model_name_or_path": "org/Small-1B"})

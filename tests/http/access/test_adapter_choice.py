@@ -101,9 +101,9 @@ async def test_a_forwarded_request_resolves_to_the_same_adapter(running: Fleet) 
         ({"lora_path": BASE, "adapter_id": "b"}, "adapter_id"),
         *wrong("lora_path", ["a", "b"], ["a"], 3),
         ({"adapter_id": {}}, "adapter_id"),
-        *wrong("lora", "a", ["a"], [{"id": "a"}, {"id": "b"}], [{"id": 0, "scale": 1}], [{"id": "a", "scale": 0.5}]),
-        *wrong("lora", [{"id": "a", "scale": 0}], [{"id": "a", "scale": True}], [{"id": "a", "path": "b"}]),
-        *wrong("lora", [{"scale": 1}]),
+        *wrong("lora", "a", ["a"], [{"id": 0, "scale": 1}], [{"id": "a*2"}], 9 * [{"id": "a"}]),
+        *wrong("lora", [{"id": "a", "scale": "1"}], [{"id": "a", "scale": True}], [{"id": "a", "path": "b"}]),
+        *wrong("lora", [{"scale": 1}], [{"id": "a", "scale": 1e10}]),
     ],
     ids=str,
 )
