@@ -17,6 +17,7 @@ from caraserve.gpu.driver.environment import prepare_environment
 from caraserve.model.checkpoint import open_tensors
 from caraserve.model.dtype import DTYPES, Dtype
 from caraserve.model.formats import TensorReader
+from caraserve.model.formats.plain import PLAIN
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.rope import frequencies_note
 from caraserve.model.sentence_format import read_sentence_format
@@ -118,9 +119,10 @@ def _check_cuda_options(plan: DecoderPlan, lora: LoraConfig) -> None:
 
     check_plan(plan)
     if lora.mode.merges and plan.is_quantized:
+        names = ", ".join(sorted({one.name for one in plan.layer_formats} - {PLAIN.name}))
         raise ConfigError(
-            "--loading-mode merged adds adapters to the weights, and quantised ones cannot hold the sum; give another "
-            "mode, or a checkpoint that is not quantised"
+            f"--loading-mode merged adds adapters to the weights, and those in {names} cannot hold the sum on a GPU; "
+            "give another mode, or a checkpoint that is not quantised"
         )
 
 

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from caraserve.gpu.driver.device import GpuDevice
-from caraserve.gpu.linear.base import SCALE, TORCH_CODES, Fill
+from caraserve.gpu.linear.base import SCALE, TORCH_CODES, Fill, ReadMatrix
 from caraserve.gpu.memory.weight_transfer import TransferFigures, WeightTransfer
 from caraserve.gpu.weights import Weights
 from caraserve.model.checkpoint import StoredNames, open_tensors
 from caraserve.model.folder_reader import FolderReader, StoredTensor
+from caraserve.model.formats import Matrix, WeightFormat
 from caraserve.model.gguf.reader import GgufReader
 
 _CODES = {theirs: ours for ours, theirs in TORCH_CODES.items()}
@@ -23,7 +24,9 @@ _CODES = {theirs: ours for ours, theirs in TORCH_CODES.items()}
 class Load(Protocol):
     """Allocates weights on a device, and fills every tensor in the same order at each call; see `weights.load`."""
 
-    def __call__(self, device: torch.device, fill: Fill, progress: Callable[[], None], /) -> Weights: ...
+    def __call__(
+        self, device: torch.device, fill: Fill, progress: Callable[[], None], read: ReadMatrix, /
+    ) -> Weights: ...
 
 
 def load_checkpoint(
@@ -38,8 +41,9 @@ def load_checkpoint(
 
     Calls `load` on torch's device without memory first, because threads read tensors before they are asked for: that
     shows their order, and finds what is missing before any is read but the scales of quantised modules, which are small
-    and kept. Raises ModelLoadError for files that cannot be read or change meanwhile, ConfigError if no host memory can
-    be pinned, DriverError, and the errors of `load`.
+    and kept. Weights in grouped codes are not among these tensors: the thread that fills reads them itself. Raises
+    ModelLoadError for files that cannot be read or change meanwhile, ConfigError if no host memory can be pinned,
+    DriverError, and the errors of `load`.
     """
     with open_tensors(folder, stored_names) as reader:
         found: list[StoredTensor] = []
@@ -51,7 +55,12 @@ def load_checkpoint(
             else:
                 found.append(reader.find(name, tuple(target.shape), _CODES.get(target.dtype)))
 
-        load(torch.device("meta"), find, lambda: None)
+        def read(stored: WeightFormat, module: str, shape: tuple[int, ...]) -> Matrix:
+            if len(shape) == 3:
+                return stored.read_stacked(reader, module, (shape[0], shape[1], shape[2]))
+            return stored.read(reader, module, (shape[0], shape[1]))
+
+        load(torch.device("meta"), find, lambda: None, read)
         with WeightTransfer(device, found) as transfer:
 
             def fill(name: str, target: Tensor) -> None:
@@ -60,7 +69,7 @@ def load_checkpoint(
                 else:
                     transfer.fill(name, target)
 
-            weights = load(device.device, fill, progress)
+            weights = load(device.device, fill, progress, read)
             return weights, transfer.figures()
 
 

@@ -15,16 +15,20 @@ from caraserve.errors import ModelLoadError
 from caraserve.gpu.attention.base import NO_WINDOW, LayerAttention
 from caraserve.gpu.kernels.delta_net import DeltaNetWeights
 from caraserve.gpu.kernels.experts import ExpertWeights
+from caraserve.gpu.kernels.grouped import GroupedMatrix
 from caraserve.gpu.kernels.heads import Heads, RopeTables
 from caraserve.gpu.kernels.norms import NormWeights
-from caraserve.gpu.linear.base import SCALE, TORCH_CODES, Fill, Linear, LinearLoader
+from caraserve.gpu.linear.base import SCALE, TORCH_CODES, Fill, Linear, LinearLoader, ReadMatrix
 from caraserve.gpu.linear.dense import DenseLinear
 from caraserve.gpu.linear.experts import load_experts
 from caraserve.gpu.linear.formats import class_of, load_linear
+from caraserve.gpu.linear.grouped import GroupedLinear, load_matrices
 from caraserve.gpu.linear.quantized import row_blocks
+from caraserve.gpu.linear.random_codes import random_matrix
 from caraserve.gpu.supported_plans import check_plan
 from caraserve.model.dtype import Dtype
 from caraserve.model.formats import WeightFormat
+from caraserve.model.formats.grouped import GroupedFormat
 from caraserve.model.formats.plain import PLAIN
 from caraserve.model.linear_plan import LinearPlan
 from caraserve.model.plan import Attention, Block, DecoderPlan, DeltaNet, Group, LayerPlan, Moe, Norm, Rope
@@ -64,20 +68,17 @@ class Layer:
 class Weights:
     """All weights of the base model that a pass reads."""
 
+    dtype: torch.dtype  # of activations, and of weights that are numbers
     layers: tuple[Layer, ...]
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Tensor | GroupedMatrix  # [vocab, hidden]
     positions: Tensor | None  # float32 [positions, hidden], added to embeddings
-    head: Linear  # [vocab, hidden]; the same tensor as `embedding` if they are tied
+    head: Linear  # [vocab, hidden]; the same tensors as those of `embedding` if they are tied
     final_norm: NormWeights
     head_bias: Tensor | None = None  # that `head` adds, [vocab]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
-
-    @property
     def device(self) -> torch.device:
-        return self.embedding.device
+        return self.final_norm.weight.device
 
     @property
     def rounds_inputs(self) -> bool:
@@ -87,9 +88,11 @@ class Weights:
 
 
 def num_bytes(plan: DecoderPlan, dtype: torch.dtype) -> int:
-    """Returns the device memory that `load` takes, without norms, biases and rotary tables. Experts are numbers."""
+    """Returns the device memory that `load` takes, without norms, biases and rotary tables. Experts are numbers, and so
+    is an embedding that is not in grouped codes."""
     layers = (layer.with_expert_tensors(lambda one: replace(one, format=PLAIN)) for layer in plan.layers)
-    return replace(plan, layers=tuple(layers)).weight_bytes(dtype.itemsize)
+    embed = plan.embed_format if isinstance(plan.embed_format, GroupedFormat) else PLAIN
+    return replace(plan, layers=tuple(layers), embed_format=embed).weight_bytes(dtype.itemsize)
 
 
 def progress_steps(plan: DecoderPlan) -> int:
@@ -104,8 +107,10 @@ def load(
     device: torch.device,
     fill: Fill,
     progress: Callable[[], None] = lambda: None,
+    read: ReadMatrix = random_matrix,
 ) -> Weights:
     """Allocates the weights on `device` and fills them; calls `progress` after each layer and after the embeddings.
+    `read`: of weights in grouped codes; without it they are random.
 
     Raises ModelLoadError for layers and sizes that the kernels do not support or if device memory is too small, and
     the errors of `fill`.
@@ -114,7 +119,7 @@ def load(
     for stored in plan.formats:
         class_of(stored)
     try:
-        loader = LinearLoader(dtype, device, fill, torch.ones(1, device=device))
+        loader = LinearLoader(dtype, device, fill, read, torch.ones(1, device=device))
         weights = _Loader(plan, max_context, loader).load(progress)
     except torch.OutOfMemoryError as error:
         need = human_bytes(num_bytes(plan, dtype))
@@ -136,7 +141,7 @@ class _Loader:
         for index, layer in enumerate(plan.layers):
             layers.append(self._layer(index, layer))
             progress()
-        embedding = self._numbers(plan.embed, plan.embed_format)
+        embedding = self._embedding()
         positions = None
         if plan.positions is not None:
             table = self._loader.filled(plan.positions, (plan.max_position, plan.hidden), torch.float32)
@@ -147,27 +152,45 @@ class _Loader:
         final_norm = self._norm(plan.final, plan.hidden)
         assert final_norm is not None
         progress()
-        return Weights(tuple(layers), embedding, positions, head, final_norm, bias)
+        return Weights(self._loader.dtype, tuple(layers), embedding, positions, head, final_norm, bias)
+
+    def _embedding(self) -> Tensor | GroupedMatrix:
+        """Returns the embedding: as grouped codes if it is stored so, else as numbers."""
+        plan, stored = self._plan, self._plan.embed_format
+        if not isinstance(stored, GroupedFormat):
+            return self._numbers(plan.embed, stored)
+        table = LinearPlan.of_role(plan.embed.removesuffix(".weight"), plan.hidden, plan.vocab_size, "out")
+        (made,) = load_matrices(self._loader, stored, (table,))
+        if made.order is not None:
+            raise ModelLoadError(f"{plan.embed}: an embedding whose columns are in another order cannot be read")
+        return made
 
     def _numbers(self, tensor: str, stored: WeightFormat) -> Tensor:
         """Returns embeddings, or the head's weights, as numbers, [vocab, hidden]."""
         made = self._loader.empty((self._plan.vocab_size, self._plan.hidden))
-        class_of(stored).fill_numbers(tensor.removesuffix(".weight"), made, self._loader.fill)
+        class_of(stored).fill_numbers(tensor.removesuffix(".weight"), made, self._loader)
         return made
 
-    def _head(self, embedding: Tensor) -> Linear:
+    def _head(self, embedding: Tensor | GroupedMatrix) -> Linear:
         plan, loader = self._plan, self._loader
         head: Linear
         if plan.has_unit_head_rows:
-            weight = embedding.clone() if plan.head is None else self._numbers(plan.head, plan.head_format)
+            if plan.head is not None:
+                weight = self._numbers(plan.head, plan.head_format)
+            elif isinstance(embedding, Tensor):
+                weight = embedding.clone()
+            else:
+                weight = self._numbers(plan.embed, plan.embed_format)
             for rows in row_blocks(weight):
                 weight[rows] = torch.nn.functional.normalize(weight[rows].float(), dim=1)
             head = DenseLinear.of(weight, None)
-        elif plan.head is None:
-            head = DenseLinear.of(embedding, None)
-        else:
+        elif plan.head is not None:
             linear = LinearPlan.of_role(plan.head.removesuffix(".weight"), plan.hidden, plan.vocab_size, "out")
             head = load_linear(loader, (replace(linear, format=plan.head_format),))
+        elif isinstance(embedding, Tensor):
+            head = DenseLinear.of(embedding, None)
+        else:
+            head = GroupedLinear(embedding, None)
         return head
 
     def _layer(self, index: int, layer: LayerPlan) -> Layer:

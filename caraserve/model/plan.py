@@ -455,10 +455,10 @@ class DecoderPlan:
         return layers + experts + self.vocab_size * self.hidden * (1 if self.head is None else 2)
 
     def weight_bytes(self, itemsize: int) -> int:
-        """Returns the bytes of these weights if linear modules and the head keep their formats. `itemsize`: of a weight
-        that is a number."""
+        """Returns the bytes of these weights if all keep their formats. `itemsize`: of a weight that is a number."""
         kept = [(one.format, one.inputs, one.outputs) for layer in self.layers for one in layer.linears]
         kept += [(one.format, one.inputs, one.outputs) for moe in self.moes for one in moe.tensors * moe.experts]
+        kept.append((self.embed_format, self.hidden, self.vocab_size))
         if self.head is not None:
             kept.append((self.head_format, self.hidden, self.vocab_size))
         numbers = self.num_parameters - sum(inputs * outputs for _, inputs, outputs in kept)

@@ -2,7 +2,7 @@
 
 The interpreter passes operands to numpy's matmul: of bf16 it would multiply the bit patterns, and BLAS sums the rows of
 a matrix in different orders, by its shape and by the kind of CPU, which no tensor core does. It would also make bit
-patterns of integers that become bf16. Without effect on a GPU.
+patterns of integers that become bf16, and cut off what bf16 lacks of an fp32. Without effect on a GPU.
 """
 
 from typing import Any
@@ -33,7 +33,16 @@ def _integer_to_float(builder: Any, source: Any, to: Any) -> Any:
     return builder.cast_impl(values, to)
 
 
-_METHODS = {"create_dot": _dot, "create_si_to_fp": _integer_to_float}
+def _truncated(builder: Any, source: Any, to: Any) -> Any:
+    """Rounds to nearest even, also to bf16."""
+    if to.scalar != tl.bfloat16 or source.dtype.scalar != tl.float32:
+        return builder.cast_impl(source, to)
+    bits = source.data.view(np.uint32)
+    nearest = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+    return TensorHandle(np.where(np.isnan(source.data), bits >> 16, nearest).astype(np.uint16), tl.bfloat16)
+
+
+_METHODS = {"create_dot": _dot, "create_si_to_fp": _integer_to_float, "create_fp_trunc": _truncated}
 
 
 def use_honest_dots() -> None:

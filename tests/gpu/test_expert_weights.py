@@ -13,6 +13,7 @@ from caraserve.errors import ModelLoadError
 from caraserve.gpu.checkpoint import load_checkpoint
 from caraserve.gpu.linear.base import LinearLoader
 from caraserve.gpu.linear.experts import load_experts
+from caraserve.gpu.linear.random_codes import random_matrix
 from caraserve.gpu.supported_plans import check_plan
 from caraserve.gpu.weights import dummy, load, num_bytes
 from caraserve.model.plan import ExpertTensor, Moe
@@ -91,7 +92,7 @@ def test_every_form_is_read_once_to_its_place(form: str) -> None:
         target.copy_(tensors[name])
         filled.append((name, target))
 
-    experts = load_experts(LinearLoader(torch.float32, CPU, fill, torch.ones(1)), moe(three))
+    experts = load_experts(LinearLoader(torch.float32, CPU, fill, random_matrix, torch.ones(1)), moe(three))
     for expert in range(EXPERTS):
         gate, up, down = wanted(three, tensors, expert)
         assert torch.equal(experts.gate_up[expert], torch.cat([gate, up]))

@@ -19,8 +19,8 @@ from caraserve.gpu.checkpoint import load_checkpoint
 from caraserve.gpu.linear import quantized as quantized_linear
 from caraserve.gpu.linear.base import Linear, RoundedRows
 from caraserve.gpu.linear.dense import DenseLinear
-from caraserve.gpu.linear.formats import MixedLinear
 from caraserve.gpu.linear.int8 import Int8Linear
+from caraserve.gpu.linear.mixed import MixedLinear
 from caraserve.gpu.linear.quantized import QuantizedLinear
 from caraserve.gpu.weights import Weights, dummy, load, num_bytes
 from caraserve.model.dtype import Code

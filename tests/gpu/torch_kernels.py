@@ -18,15 +18,17 @@ from caraserve.gpu.attention.base import LayerAttention, Scratch
 from caraserve.gpu.attention.triton import TritonDecode, TritonPrefill
 from caraserve.gpu.forward import decoder, lora_pass
 from caraserve.gpu.forward.batch import NO_TOKEN
+from caraserve.gpu.kernels.grouped import GroupedMatrix
 from caraserve.gpu.kernels.lora import Segments, SiteTables
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from caraserve.gpu.kernels.vocabulary import VocabularyTables
-from caraserve.gpu.linear import fp8, quantized
+from caraserve.gpu.linear import fp8, grouped, quantized
 from caraserve.gpu.linear.base import TORCH_CODES
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.dtype import Code, Dtype
 from caraserve.util.units import align_up
 from tests.gpu_device import plain_layers
+from tests.gpu_device.grouped_codes import plain_values
 from tests.gpu_device.nearest_codes import nearest_codes
 from tests.gpu_device.plain_layers import attend
 
@@ -45,7 +47,7 @@ def torch_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in _LAYERS:
             patch.setattr(decoder, name, getattr(plain_layers, name))
-        for name in ("change_embeddings", "change_logits"):
+        for name in ("change_embeddings", "change_logits", "embed_grouped"):
             patch.setattr(decoder, name, globals()[name])
         patch.setattr(TritonDecode, "attend", attend_decode)
         patch.setattr(TritonPrefill, "attend", attend_prefill)
@@ -54,6 +56,7 @@ def torch_kernels() -> Iterator[None]:
         for name in ("round_rows", "multiply"):
             patch.setattr(quantized, name, globals()[name])
         patch.setattr(fp8, "scale_rows", scale_rows)
+        patch.setattr(grouped, "multiply", multiply_grouped)
         yield
     torch.set_num_threads(threads)
 
@@ -199,6 +202,15 @@ def multiply(
 
 def scale_rows(out: Tensor, scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None) -> None:
     out.copy_(_scaled(out.float(), scale, x_scale, bias))
+
+
+def multiply_grouped(x: Tensor, weight: GroupedMatrix, out: Tensor, bias: Tensor | None = None) -> None:
+    sums = x.float() @ plain_values(weight).to(x.dtype).float().T
+    out.copy_(sums if bias is None else sums + bias.float())
+
+
+def embed_grouped(history: Tensor, weight: GroupedMatrix, tokens: TokenTables, hidden: Tensor) -> None:
+    plain_layers.embed(history, plain_values(weight).to(hidden.dtype), tokens, hidden)
 
 
 def _scaled(sums: Tensor, scale: Tensor, x_scale: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from caraserve.model.plan import Activation
 
 def embed(
     history: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     tokens: TokenTables,
     hidden: Tensor,
     scale: float = 1.0,
@@ -29,7 +29,9 @@ def embed(
             hidden[row] = 0.0
             continue
         token = int(history[slot, position])
-        vector = weight[token] * scale if token >= 0 else hidden[row]  # a vector is there already
+        vector = hidden[row] if token < 0 or weight is None else weight[token]  # a vector is there already
+        if token >= 0:
+            vector = vector * scale
         hidden[row] = vector if positions is None else vector + positions[position]
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from caraserve.gpu.linear.base import Fill, JoinedModules, LinearLoader, RoundedRows
+from caraserve.gpu.linear.base import JoinedModules, LinearLoader, RoundedRows
 from caraserve.gpu.linear.formats import register
 from tests.plans.four_bits import BLOCK, ZERO
 
@@ -29,11 +29,11 @@ class FourBitsLinear:
         return cls(codes, scale, loader.bias(modules))
 
     @classmethod
-    def fill_numbers(cls, module: str, target: Tensor, fill: Fill) -> None:
+    def fill_numbers(cls, module: str, target: Tensor, loader: LinearLoader) -> None:
         outputs, inputs = target.shape
         codes, scale = torch.empty((outputs, inputs // 2), dtype=torch.int8), torch.empty((outputs, inputs // BLOCK))
-        fill(module, codes)
-        fill(f"{module}.scale", scale)
+        loader.fill(module, codes)
+        loader.fill(f"{module}.scale", scale)
         target.copy_(values(codes, scale))
 
     @property

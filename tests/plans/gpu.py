@@ -6,10 +6,10 @@ from torch import Tensor
 
 from caraserve.gpu.backend import CudaBackend
 from caraserve.gpu.builder import GpuSizes
-from caraserve.gpu.linear.base import SCALE, TORCH_CODES, Fill
+from caraserve.gpu.linear.base import SCALE, TORCH_CODES, Fill, ReadMatrix
 from caraserve.gpu.weights import TORCH_DTYPES, load
 from caraserve.model.dtype import Dtype, to_float32
-from caraserve.model.formats import TensorReader
+from caraserve.model.formats import Matrix, TensorReader, WeightFormat
 from caraserve.model.plan import DecoderPlan
 from tests.gpu.host_device import host_device
 from tests.plans.driving import BLOCK_TOKENS, BLOCKS
@@ -22,7 +22,7 @@ def backend_of(
 ) -> CudaBackend:
     """Returns a backend for requests of up to 128 tokens. Triton's kernels must have been replaced."""
     device, _ = host_device(dtype)
-    weights = load(plan, TORCH_DTYPES[dtype], 128, torch.device("cpu"), fill_from(read))
+    weights = load(plan, TORCH_DTYPES[dtype], 128, torch.device("cpu"), fill_from(read), read=matrices_of(read))
     sizes = GpuSizes(
         num_slots=2,
         adapter_slots=3,
@@ -38,6 +38,17 @@ def backend_of(
     if with_graphs:
         backend.warm_up()
     return backend
+
+
+def matrices_of(read: TensorReader) -> ReadMatrix:
+    """Returns what reads weights in grouped codes from a reader's tensors."""
+
+    def matrix(stored: WeightFormat, module: str, shape: tuple[int, ...]) -> Matrix:
+        if len(shape) == 3:
+            return stored.read_stacked(read, module, (shape[0], shape[1], shape[2]))
+        return stored.read(read, module, (shape[0], shape[1]))
+
+    return matrix
 
 
 def fill_from(read: TensorReader) -> Fill:

@@ -19,6 +19,7 @@ from caraserve.gpu.forward.lora_pass import HandOffMemory, LoraLane, LoraPass
 from caraserve.gpu.kernels.delta_net import apply_delta_net
 from caraserve.gpu.kernels.elementwise import activate, cap_logits, embed, multiply_by_gate
 from caraserve.gpu.kernels.experts import apply_experts
+from caraserve.gpu.kernels.grouped import embed_grouped
 from caraserve.gpu.kernels.heads import rotate_and_append
 from caraserve.gpu.kernels.norms import NormWeights, add_and_norm
 from caraserve.gpu.kernels.sampling import Outputs, SamplerState, sample, score
@@ -197,7 +198,17 @@ class DecoderPass:
         """Writes the tokens' embeddings to the residual stream, where vectors of prompts already stand."""
         decoder, weights, hidden = self._decoder, self._weights, self._rows.hidden
         history, tokens, scale = decoder.state.history, decoder.batch.tokens, decoder.plan.embed_scale
-        self._run(stream, lambda: embed(history, weights.embedding, tokens, hidden, scale, weights.positions))
+        embedding = weights.embedding
+
+        def rows() -> None:
+            if isinstance(embedding, Tensor):
+                embed(history, embedding, tokens, hidden, scale, weights.positions)
+                return
+            embed_grouped(history, embedding, tokens, hidden)
+            if scale != 1.0 or weights.positions is not None:
+                embed(history, None, tokens, hidden, scale, weights.positions)
+
+        self._run(stream, rows)
         if self._shape.changes_vocabulary:
             adapters, tables = decoder.batch.adapters, decoder.vocabulary
             given = hidden, history, tokens, adapters, tables, scale, weights.positions

@@ -17,7 +17,7 @@ _COLUMNS = 1024  # per program
 def embed_kernel(  # type: ignore[no-untyped-def]
     history, weight, positions, token_slot, token_position, hidden, scale,
     history_stride, weight_stride, positions_stride, hidden_stride, width,
-    HAS_SCALE: tl.constexpr, HAS_POSITIONS: tl.constexpr, BLOCK: tl.constexpr,
+    IS_THERE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_POSITIONS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program embeds BLOCK columns of one token. Where it stands for a vector, `hidden` has that already."""
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -25,7 +25,8 @@ def embed_kernel(  # type: ignore[no-untyped-def]
     slot = tl.load(token_slot + token, mask=position >= 0, other=0).to(tl.int64)
     known = tl.load(history + slot * history_stride + position, mask=position >= 0, other=0).to(tl.int64)
     inside = (column < width) & (known >= 0)
-    row = tl.load(weight + known * weight_stride + column, mask=inside & (position >= 0), other=0.0)
+    at = hidden + token * hidden_stride + column if IS_THERE else weight + known * weight_stride + column
+    row = tl.load(at, mask=inside & (position >= 0), other=0.0)
     if HAS_SCALE:
         row = row.to(tl.float32) * scale
     if HAS_POSITIONS:
@@ -102,7 +103,7 @@ def cap_kernel(logits, stride, width, factor, cap, HAS_CAP: tl.constexpr, BLOCK:
 
 def embed(
     history: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     tokens: TokenTables,
     hidden: Tensor,
     scale: float = 1.0,
@@ -112,14 +113,17 @@ def embed(
     zeros. Where the history has a negative token, `hidden` has its vector already, which no scale multiplies. Adds the
     row of the token's position to either, if there are such.
 
-    history: int32 [slots, positions + 1], also written by sampling; weight: [vocab, width]; hidden: [tokens, width];
-    positions: float32 [positions, width].
+    history: int32 [slots, positions + 1], also written by sampling; weight: [vocab, width], None if `hidden` has the
+    rows of the embedding already; hidden: [tokens, width]; positions: float32 [positions, width].
     """
     count, width = hidden.shape
     embed_kernel[(count, ceil_div(width, _COLUMNS))](
-        history, weight, hidden if positions is None else positions, tokens.slot, tokens.position, hidden, scale,
-        history.stride(0), weight.stride(0), 0 if positions is None else positions.stride(0), hidden.stride(0), width,
-        HAS_SCALE=scale != 1.0, HAS_POSITIONS=positions is not None, BLOCK=_COLUMNS, num_warps=4,
+        history, hidden if weight is None else weight, hidden if positions is None else positions,
+        tokens.slot, tokens.position, hidden, scale,
+        history.stride(0), 0 if weight is None else weight.stride(0),
+        0 if positions is None else positions.stride(0), hidden.stride(0), width,
+        IS_THERE=weight is None, HAS_SCALE=scale != 1.0, HAS_POSITIONS=positions is not None,
+        BLOCK=_COLUMNS, num_warps=4,
     )  # fmt: skip
 
 

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from caraserve.model.dtype import Code
-from caraserve.model.formats import WeightFormat
+from caraserve.model.formats import Matrix, WeightFormat
 from caraserve.model.linear_plan import LinearPlan, accumulated
 
 # (tensor name, contiguous tensor to fill); torch may use it at once. Targets in a dtype of codes are filled with the
 # codes of a quantised module's weights; targets of names that end in SCALE are float32 vectors, also where the
 # checkpoint has one scale for all of one.
 Fill = Callable[[str, Tensor], None]
+# (format, module, shape) → the module's weights as stored, of formats whose tensors are not filled one by one. Three
+# sizes ask for the weights of all experts in one tensor.
+ReadMatrix = Callable[[WeightFormat, str, tuple[int, ...]], Matrix]
 SCALE = "_scale"
 TORCH_CODES = {Code.F8_E4M3: torch.float8_e4m3fn, Code.I8: torch.int8, Code.U8: torch.uint8}
 
@@ -99,6 +102,7 @@ class LinearLoader:
     dtype: torch.dtype  # of weights that are not quantised, and of biases
     device: torch.device
     fill: Fill
+    read: ReadMatrix
     one: Tensor  # float32 [1]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from caraserve.gpu.linear.base import Fill, JoinedModules, LinearLoader, RoundedRows
+from caraserve.gpu.linear.base import JoinedModules, LinearLoader, RoundedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class DenseLinear:
         return cls.of(loader.joined(modules, ".weight", modules.inputs), bias)
 
     @classmethod
-    def fill_numbers(cls, module: str, target: Tensor, fill: Fill) -> None:
+    def fill_numbers(cls, module: str, target: Tensor, loader: LinearLoader) -> None:
         """Fills a matrix with a module's weights."""
-        fill(f"{module}.weight", target)
+        loader.fill(f"{module}.weight", target)
 
     @property
     def kernels(self) -> Hashable:

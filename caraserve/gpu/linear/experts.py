@@ -15,8 +15,8 @@ from caraserve.gpu.kernels.experts import ExpertWeights, Routing
 from caraserve.gpu.linear.base import LinearLoader
 from caraserve.gpu.linear.formats import class_of
 from caraserve.model.formats import WeightFormat
-from caraserve.model.formats.mxfp4 import MXFP4
 from caraserve.model.formats.plain import PLAIN
+from caraserve.model.formats.scaled_codes import ScaledCodes
 from caraserve.model.linear_plan import Part, accumulated
 from caraserve.model.plan import ExpertTensor, Moe
 
@@ -26,7 +26,7 @@ _EXPERT = "{expert}"
 def load_experts(loader: LinearLoader, body: Moe) -> ExpertWeights:
     """Allocates and fills a layer's experts, their biases and the correction of scores. Raises ModelLoadError."""
     for part in body.tensors:
-        if part.format not in (PLAIN, MXFP4) and (part.is_transposed or _EXPERT not in part.tensor):
+        if isinstance(part.format, ScaledCodes) and (part.is_transposed or _EXPERT not in part.tensor):
             raise ModelLoadError(f"{part.tensor}: weights of format {part.format.name} are read expert by expert")
     correction = None
     if body.correction is not None:
@@ -95,4 +95,4 @@ def _fill_numbers(loader: LinearLoader, form: WeightFormat, name: str, target: T
     if form is PLAIN:
         loader.fill(name, target)
     else:
-        class_of(form).fill_numbers(name.removesuffix(".weight"), target, loader.fill)
+        class_of(form).fill_numbers(name.removesuffix(".weight"), target, loader)

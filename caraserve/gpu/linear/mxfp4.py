@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from caraserve.errors import ModelLoadError
-from caraserve.gpu.linear.base import TORCH_CODES, Fill, JoinedModules, Linear, LinearLoader
+from caraserve.gpu.linear.base import TORCH_CODES, JoinedModules, Linear, LinearLoader
 from caraserve.model.dtype import Code
 from caraserve.model.formats.mxfp4 import GROUP, VALUES, check_inputs, check_scales
 
@@ -20,7 +20,7 @@ class Mxfp4:
         raise ModelLoadError(f"{modules.linears[0].module}: weights in mxfp4 can only be those of experts")
 
     @classmethod
-    def fill_numbers(cls, module: str, target: Tensor, fill: Fill) -> None:
+    def fill_numbers(cls, module: str, target: Tensor, loader: LinearLoader) -> None:
         """Fills matrices of all experts, [experts, outputs, inputs], with their weights, which most dtypes hold
         exactly. Raises ModelLoadError."""
         *outputs, inputs = target.shape
@@ -28,8 +28,8 @@ class Mxfp4:
         groups, codes_dtype = (*outputs, inputs // GROUP), TORCH_CODES[Code.U8]
         codes = torch.empty((*groups, GROUP // 2), dtype=codes_dtype, device=target.device)
         scales = torch.empty(groups, dtype=codes_dtype, device=target.device)
-        fill(f"{module}_blocks", codes)
-        fill(f"{module}_scales", scales)
+        loader.fill(f"{module}_blocks", codes)
+        loader.fill(f"{module}_scales", scales)
         if not scales.is_meta:
             check_scales(module, int(scales.max()))
         values = torch.tensor(VALUES, device=target.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from caraserve.errors import ModelLoadError
 from caraserve.gpu.kernels.capability import compute_capability
-from caraserve.gpu.linear.base import TORCH_CODES, Fill, JoinedModules, LinearLoader, RoundedRows
+from caraserve.gpu.linear.base import TORCH_CODES, JoinedModules, LinearLoader, RoundedRows
 from caraserve.gpu.linear.quantized_kernels import multiply, round_rows
 from caraserve.model.dtype import Code
 from caraserve.model.formats.scaled_codes import Inputs, ScaledCodes
@@ -62,12 +62,12 @@ class QuantizedLinear:
         return scheme.inputs
 
     @classmethod
-    def fill_numbers(cls, module: str, target: Tensor, fill: Fill) -> None:
+    def fill_numbers(cls, module: str, target: Tensor, loader: LinearLoader) -> None:
         """Fills a matrix with a module's weights, dequantised."""
         codes = torch.empty(target.shape, dtype=TORCH_CODES[cls.code], device=target.device)
         scale = torch.empty(len(target), dtype=torch.float32, device=target.device)
-        fill(f"{module}.weight", codes)
-        fill(f"{module}.weight_scale", scale)
+        loader.fill(f"{module}.weight", codes)
+        loader.fill(f"{module}.weight_scale", scale)
         for rows in row_blocks(target):
             target[rows] = codes[rows].float() * scale[rows, None]
 

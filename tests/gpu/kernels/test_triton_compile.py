@@ -21,18 +21,25 @@ from caraserve.gpu.kernels import experts
 from caraserve.gpu.kernels.delta_net import DeltaNetState, DeltaNetWeights, apply_delta_net
 from caraserve.gpu.kernels.elementwise import activate, cap_logits, embed, multiply_by_gate
 from caraserve.gpu.kernels.experts import ExpertRoom, ExpertWeights, Routing, apply_experts
+from caraserve.gpu.kernels.grouped import GroupedMatrix, embed_grouped
+from caraserve.gpu.kernels.grouped import multiply as multiply_grouped
 from caraserve.gpu.kernels.heads import Heads, RopeTables, rotate_and_append
 from caraserve.gpu.kernels.lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
 from caraserve.gpu.kernels.norms import NormWeights, add_and_norm
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from caraserve.gpu.kernels.vocabulary import change_embeddings, change_logits
+from caraserve.gpu.linear.base import LinearLoader
+from caraserve.gpu.linear.grouped import load_matrices
 from caraserve.gpu.linear.quantized_kernels import multiply, round_rows, scale_rows
+from caraserve.gpu.linear.random_codes import random_matrix
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.pass_shape import PassShape, all_groups
 from caraserve.model.dtype import Code
+from caraserve.model.linear_plan import LinearPlan
 from caraserve.model.plan import Activation
 from tests.gpu.kernels.triton_launches import Launch, decoder_of, recording, usage
 from tests.gpu.small_model import mixed_plan
+from tests.gpu_device.grouped_codes import MadeUp
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
 TOKENS, HIDDEN, INNER, HEADS, KV_HEADS, SLOTS, VOCAB = 64, 4096, 11008, 32, 8, 48, 32000
@@ -300,6 +307,31 @@ def test_products_with_quantised_weights_fit_and_do_not_spill(
         assert re.search(r"cp\.async\.wait_group\s+[1-9]", product.asm["ptx"])
     many = compiled[-1].asm["ptx"]
     assert {86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability] in many
+
+
+@pytest.mark.parametrize(("capability", "kind", "rows"), [(86, "Q6_K", 16), (90, "Q4_K", 200), (100, "nf4", 64)])
+def test_products_with_grouped_codes_fit_and_do_not_spill(
+    launches: list[Launch], capability: int, kind: str, rows: int
+) -> None:
+    weight = launch_grouped(kind, rows)
+    if capability == 86:
+        tokens = TokenTables(empty(TOKENS), empty(TOKENS))
+        embed_grouped(empty(SLOTS, 2049), weight, tokens, empty(TOKENS, HIDDEN, dtype=torch.bfloat16))
+    ptx = check(launches, capability)["grouped_product_kernel"].asm["ptx"]
+    assert {86: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability] in ptx
+    # Codes of the next tile are on their way, 16 bytes at a time, while this one's are multiplied.
+    assert re.search(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", ptx)
+    assert re.search(r"cp\.async\.wait_group\s+[1-9]", ptx)
+
+
+def launch_grouped(kind: str, rows: int) -> GroupedMatrix:
+    """Launches a product of bf16 inputs with weights in grouped codes."""
+    nowhere, one = torch.device("meta"), LinearPlan.of_role("module", HIDDEN, HIDDEN, "out")
+    loader = LinearLoader(torch.bfloat16, nowhere, lambda name, target: None, random_matrix, floats(1))
+    (weight,) = load_matrices(loader, MadeUp.of(kind), (one,))
+    x = empty(rows, HIDDEN, dtype=torch.bfloat16)
+    multiply_grouped(x, weight, x, x[0])
+    return weight
 
 
 def test_rounding_and_scaling_fit_and_do_not_spill(launches: list[Launch]) -> None:
