@@ -17,7 +17,6 @@ from caraserve.gpu.driver.environment import prepare_environment
 from caraserve.model.checkpoint import open_tensors
 from caraserve.model.dtype import DTYPES, Dtype
 from caraserve.model.formats import TensorReader
-from caraserve.model.formats.plain import PLAIN
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.rope import frequencies_note
 from caraserve.model.sentence_format import read_sentence_format
@@ -119,7 +118,7 @@ def _check_cuda_options(plan: DecoderPlan, lora: LoraConfig) -> None:
 
     check_plan(plan)
     if lora.mode.merges and plan.is_quantized:
-        names = ", ".join(sorted({one.name for one in plan.layer_formats} - {PLAIN.name}))
+        names = ", ".join(plan.quantized_formats)
         raise ConfigError(
             f"--loading-mode merged adds adapters to the weights, and those in {names} cannot hold the sum on a GPU; "
             "give another mode, or a checkpoint that is not quantised"

@@ -45,6 +45,7 @@ FORMATS_EXEMPT = {
     "model/plan_formats.py": "the same",
     "cpu/linear": "kernels of formats",
     "gpu/linear": "kernels of formats",
+    "gpu/kernels/grouped.py": "kernels of formats",
     "model/gguf_reader.py": "types of tensors in its files",
     "model/gguf": "formats of types of tensors",
     "model/checkpoint.py": "the same",

@@ -372,7 +372,12 @@ class DecoderPlan:
     @property
     def is_quantized(self) -> bool:
         """True if some weights of layers are not plain numbers."""
-        return any(one is not PLAIN for one in self.layer_formats)
+        return bool(self.quantized_formats)
+
+    @property
+    def quantized_formats(self) -> list[str]:
+        """The names of the layers' formats that are not plain numbers, sorted."""
+        return sorted({one.name for one in self.layer_formats if one is not PLAIN})
 
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:

@@ -85,8 +85,8 @@ def _spread(units, BN: tl.constexpr, UNITS: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _float_of_e4m3(bits):  # type: ignore[no-untyped-def]
-    """Returns the values of E4M3 codes, given as int32: the sign moves to that of float16, exponent and fraction follow.
-    The two codes without a value give NaN."""
+    """Returns the values of E4M3 codes, given as int32: the sign moves to that of float16, exponent and fraction
+    follow. The two codes without a value give NaN."""
     moved = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), moved.to(tl.float32) * _E4M3_BIAS)
 
