@@ -165,7 +165,7 @@ def draw(document: Mapping[str, Any]) -> bytes:
             )
             for name in servers
         ]
-        for peer in (LLAMA, VLLM):
+        for peer in (peer for peer in (LLAMA, VLLM) if any(peer in one.peers for one in found)):
             values = (
                 _only(one.peers[peer] for one in here if one.form == form and peer in one.peers) for form in forms
             )
