@@ -75,9 +75,10 @@ def find_adapter(request: web.Request, model: str) -> AdapterInfo | None:
     context, client = request.app[CONTEXT], request[CLIENT]
     if model in context.engine.base_names:
         return None
-    if is_combined(model):
-        return _find_combination(request, model)
     bases = [base for base in context.engine.base_names if model.startswith(f"{base}:")]
+    own = model.removeprefix(f"{max(bases, key=len)}:") if bases else model  # a base model's name may have any marks
+    if is_combined(own):
+        return _find_combination(request, own)
     for name in (model, *(model.removeprefix(f"{base}:") for base in bases)):
         adapter = target_of(context, name)
         is_allowed = client.may_use(name) or client.may_use(adapter)

@@ -66,6 +66,14 @@ async def test_what_is_no_combination_is_refused(naming: dict[str, Any], status:
     assert not fake.streams
 
 
+async def test_the_base_models_name_may_have_the_marks_of_combinations() -> None:
+    fake = FakeEngine(base_name="c++*", other_base_names=("a*2",))
+    async with serving(fake) as client:
+        for name in ("c++*", "a*2", "c++*:a", "c++*:a*0.5"):
+            assert (await client.complete(model=name)).status == 200
+    assert [request.adapter for request in fake.requests] == [None, None, "a", "a*0.5"]
+
+
 async def test_other_routes_know_no_combination() -> None:
     async with serving(FakeEngine()) as client:
         assert (await client.get("/v1/adapters/a*0.5+b*0.5")).status == 404
