@@ -9,7 +9,7 @@ from torch import Tensor
 
 from caraserve.gpu.kernels.grouped import GroupedMatrix
 from caraserve.model.dtype import Code, Dtype, decoded, rounded
-from caraserve.model.formats import Array, Matrix, TensorReader
+from caraserve.model.formats import Array, Matrix, TensorReader, WeightFormat
 from caraserve.model.formats.grouped import (
     FP4,
     INTEGERS_4,
@@ -61,13 +61,19 @@ class MadeUp(GroupedFormat):
     def of(cls, kind: str, order: int | None = None) -> "MadeUp":
         return cls(kind, *KINDS[kind], order)
 
-    def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
+    def read(self, tensors: TensorReader | None, module: str, shape: tuple[int, int]) -> Matrix:
         return random_codes(self.kind, self.group, *shape, order=self.order, seed=zlib.crc32(module.encode()))
 
     def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
         each = [self.read(tensors, f"{tensor}.{expert}", (shape[1], shape[2])) for expert in range(shape[0])]
         names = each[0].arrays
         return replace(each[0], arrays={name: np.stack([one.arrays[name] for one in each]) for name in names})
+
+
+def read_made_up(stored: WeightFormat, module: str, shape: tuple[int, ...]) -> Matrix:
+    """Implements ReadMatrix without a checkpoint."""
+    assert isinstance(stored, MadeUp)
+    return stored.read(None, module, (shape[0], shape[1]))
 
 
 def random_codes(
