@@ -337,7 +337,7 @@ def _model(config: ModelConfig, room_bytes: int | None) -> str:
             raise ModelLoadError(str(error)) from error
     num_bytes, note = plan.weight_bytes(dtype_of(plan, config.dtype).itemsize), ""
     if plan.is_quantized:
-        note = ", quantised"
+        note = f" ({'; '.join(sorted(one.name for one in plan.layer_formats))})"
     if room_bytes is not None and num_bytes > room_bytes:
         raise ModelLoadError(f"{folder}: weights of {human_bytes(num_bytes)}, and {human_bytes(room_bytes)} are free")
     return f"{folder}: {plan.family}, weights of {human_bytes(num_bytes)}{note}"

@@ -141,7 +141,7 @@ def test_quantised_weights_are_counted_as_the_device_stores_them(tmp_path: Path)
     plan = load_plan(tmp_path)
     here, gpu = found("model", str(tmp_path)), found("model", str(tmp_path), gpu=A100, packages=ALL)
     assert here.found == gpu.found
-    assert here.found.endswith(f"weights of {human_bytes(plan.weight_bytes(2))}, quantised")
+    assert here.found.endswith(f"weights of {human_bytes(plan.weight_bytes(2))} (fp8)")
     assert plan.weight_bytes(2) < 2 * plan.num_parameters
 
 

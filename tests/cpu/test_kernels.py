@@ -108,15 +108,6 @@ def test_weights_expand_to_exactly_their_values(kind: str) -> None:
         assert (weights.expanded(1, first, count) == expected).all()
 
 
-@pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_an_fp8_code_without_a_value_makes_its_output_nan(code: int) -> None:
-    matrix, memory = tensors_of("fp8", 3, 8), WeightMemory()
-    matrix.arrays["codes"][1, 5] = code
-    scales = kernels_of(FORMATS["fp8"]).pack(matrix, Dtype.F32, memory)["scale"]
-    found = np.ctypeslib.as_array((ctypes.c_float * 3).from_address(scales))
-    assert np.isnan(found).tolist() == [False, True, False]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", [16, 80, 144])
 def test_shrink_is_scale_times_x_times_a(dtype: Dtype, inputs: int) -> None:

@@ -1,7 +1,9 @@
 """Writes packed.npz: random tensors as libraries store quantised weights, and the values that these give them.
 
 They are auto-gptq 0.7.1, autoawq 0.2.9, compressed-tensors 0.20.0 and bitsandbytes 0.50.2, which have to be installed
-for this alone, the first two as unpacked sources: `python -m tests.model.golden.make_packed AUTO_GPTQ_FOLDER AUTOAWQ_FOLDER`."""
+for this alone, the first two as unpacked sources:
+`python -m tests.model.golden.make_packed AUTO_GPTQ_FOLDER AUTOAWQ_FOLDER`.
+"""
 
 import ast
 import importlib.util
