@@ -133,6 +133,12 @@ class ModelConfig(Config):
         choices=("auto", "float32", "bfloat16", "float16"),
         help="dtype of the base weights; auto: the checkpoint's",
     )
+    activations: str = option(
+        "exact",
+        choices=("exact", "int8"),
+        help="int8: rounds the inputs of modules to 8 bits for products with quantised weights, on CPUs: faster, and "
+        "answers change a little",
+    )
     load_format: str = option(
         "auto",
         type=lambda text: _LOAD_FORMATS.get(text, text),

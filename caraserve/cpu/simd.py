@@ -341,7 +341,8 @@ def _scalar_store(numba_type: Any, llvm_type: Any) -> Any:
 load_f32, store_f32 = _scalar_load(types.float32, F32), _scalar_store(types.float32, F32)
 load_u16, load_i32 = _scalar_load(types.uint16, _I16), _scalar_load(types.int32, I32)
 load_i64 = _scalar_load(types.int64, I64)
-store_i64 = _scalar_store(types.int64, I64)
+store_i64, store_i32 = _scalar_store(types.int64, I64), _scalar_store(types.int32, I32)
+store_u8 = _scalar_store(types.uint8, ir.IntType(8))
 
 
 @intrinsic

@@ -46,13 +46,20 @@ class LoadedModel:
 
 
 def load_model(
-    plan: DecoderPlan, dtype: Dtype, max_context: int, read: TensorReader, progress: Callable[[], None]
+    plan: DecoderPlan,
+    dtype: Dtype,
+    max_context: int,
+    read: TensorReader,
+    progress: Callable[[], None],
+    *,
+    int8_rows: bool = False,
 ) -> LoadedModel:
-    """Reads and packs each tensor once. Calls `progress` after each layer and after the embeddings.
+    """Reads and packs each tensor once. Calls `progress` after each layer and after the embeddings. `int8_rows`: rows
+    are rounded to int8 for products with quantised weights.
 
     Raises ModelLoadError, also for layers that this backend cannot compute."""
     _check(plan)
-    return _Loader(plan, dtype, max_context, read).load(progress)
+    return _Loader(plan, dtype, max_context, read, int8_rows).load(progress)
 
 
 def progress_steps(plan: DecoderPlan) -> int:
@@ -60,7 +67,7 @@ def progress_steps(plan: DecoderPlan) -> int:
     return len(plan.layers) + 1
 
 
-def compile_kernels(plan: DecoderPlan) -> None:
+def compile_kernels(plan: DecoderPlan, *, int8_rows: bool = False) -> None:
     """Compiles the kernels that only some models need, or loads them from the cache: of the formats of weights, of
     experts and of delta nets."""
     if plan.moes:
@@ -68,7 +75,7 @@ def compile_kernels(plan: DecoderPlan) -> None:
     if plan.delta_nets:
         import caraserve.cpu.delta_net  # noqa: F401
     for kind in plan.formats:
-        kernels_of(kind)
+        kernels_of(kind, int8_rows=int8_rows)
 
 
 def _check(plan: DecoderPlan) -> None:
@@ -83,7 +90,8 @@ def _check(plan: DecoderPlan) -> None:
 class _Loader:
     """Fills the records of one model."""
 
-    def __init__(self, plan: DecoderPlan, dtype: Dtype, max_context: int, read: TensorReader) -> None:
+    def __init__(self, plan: DecoderPlan, dtype: Dtype, max_context: int, read: TensorReader, int8_rows: bool) -> None:
+        self._int8_rows = int8_rows
         self._plan, self._dtype, self._max_context, self._read = plan, dtype, max_context, read
         self._memory = WeightMemory()
         self._kv_block_bytes = self._state_bytes = self._prepared_bytes = 0  # of the layers so far
@@ -152,20 +160,20 @@ class _Loader:
         self, kind: WeightFormat, matrix: Matrix, bias: Floats | None, inputs: int, outputs: int
     ) -> NDArray[np.void]:
         """Packs weights; returns a SITE record without its column and the place of its prepared rows."""
-        return self._packed(kernels_of(kind), matrix, bias, inputs, outputs)
+        return self._packed(kernels_of(kind, int8_rows=self._int8_rows), matrix, bias, inputs, outputs)
 
     def _packed(
         self, kernels: WeightKernels, matrix: Matrix, bias: Floats | None, inputs: int, outputs: int
     ) -> NDArray[np.void]:
         panels, record = ceil_div(outputs, PANEL), np.zeros(1, structs.SITE)
         fields = {
-            **kernels.pack(matrix, self._dtype, self._memory),
             "product": kernels.product,
             "expand": kernels.expand,
             "row": kernels.row,
             "bias": 0 if bias is None else self._memory.vectors(bias, PANEL * panels),
             "inputs": inputs,
             "panels": panels,
+            **kernels.pack(matrix, self._dtype, self._memory),
         }
         for name, value in fields.items():
             record[name] = value

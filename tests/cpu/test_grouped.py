@@ -41,6 +41,7 @@ KINDS = {  # and inputs of a group
     "added": (GroupedCodes(4, INTEGERS_4, Scale.F16, Offset.ADDED), 32),
     "five bits": (GroupedCodes(5, centred(5), Scale.F16), 32),
     "five bits, nested": (GroupedCodes(5, INTEGERS_5, Scale.NESTED, Offset.NESTED), 32),
+    "nested": (GroupedCodes(4, INTEGERS_4, Scale.NESTED, Offset.NESTED), 32),
     "six bits, nested": (GroupedCodes(6, centred(6), Scale.NESTED), 16),
     "zeros": (GroupedCodes(8, INTEGERS_8, Scale.F16, Offset.ZERO), 128),
     "zeros, rounded": (GroupedCodes(4, INTEGERS_4, Scale.F16, Offset.ZERO, Dtype.F16), 64),
@@ -90,8 +91,8 @@ class Site:
     def __init__(self, kernels: WeightKernels, matrix: Matrix, outputs: int, inputs: int) -> None:
         self._memory, self._site = WeightMemory(), np.zeros(1, SITE)
         self._inputs, self._panels = inputs, ceil_div(outputs, PANEL)
-        fields = dict(kernels.pack(matrix, Dtype.F32, self._memory))
-        fields |= {"inputs": inputs, "panels": self._panels, "expand": kernels.expand, "product": kernels.product}
+        fields = {"inputs": inputs, "panels": self._panels, "expand": kernels.expand, "product": kernels.product}
+        fields |= kernels.pack(matrix, Dtype.F32, self._memory)
         for name, value in fields.items():
             self._site[name] = value
         self._kernels = kernels
@@ -102,13 +103,14 @@ class Site:
 
     def multiply(self, x: Floats, y: Floats, add: int) -> Floats:
         """Returns `y (+)= x @ w` for all panels, of rows prepared as the format wants it."""
-        y, rows = y.copy(), x
+        y, rows = y.copy(), x.view(np.uint8)
         if self._site["prepared_bytes"][0]:
-            rows = np.empty_like(x)
+            rows = np.zeros((len(x), int(self._site["prepared_bytes"][0])), np.uint8)
             prepare, stride = int(self._site["prepare"][0]), x.strides[0]
-            self._call(prepare, x.ctypes.data, stride, len(x), rows.ctypes.data, stride)
+            self._call(prepare, x.ctypes.data, stride, len(x), rows.ctypes.data, rows.strides[0])
         to = (y.ctypes.data, y.strides[0], add)
-        self._call(self._kernels.product, rows.ctypes.data, x.strides[0], len(x), 0, self._panels, *to)
+        product = int(self._site["product"][0])
+        self._call(product, rows.ctypes.data, rows.strides[0], len(x), 0, self._panels, *to)
         return y
 
     def expanded(self, panel: int) -> Floats:

@@ -11,7 +11,8 @@ K_BLOCK = 2048  # inputs summed before the partial sum is stored or added: all f
 PIECE_INPUTS = 64  # `expand` is called for inputs from a multiple of this on, and for so many at most
 
 # Packs the rows of a matrix, one for each output, and returns the fields of a SITE record that the format's kernels
-# need: `weight`, and what else they read. The dtype is that of --dtype, for weights that are plain numbers.
+# need: `weight`, and what else they read, or a `product` of its own for the matrix. The dtype is that of --dtype, for
+# weights that are plain numbers.
 #
 # If `product` wants rows in another form than fp32, the fields include `prepared_bytes`, the bytes of such a row, and
 # `prepare`, the address of a separately compiled function (site, x, x_stride, rows, to, to_stride) that writes them.

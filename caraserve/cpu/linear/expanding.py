@@ -22,7 +22,7 @@ _call5, _call6 = call_by_address(5), call_by_address(6)
 
 
 @kernel
-def _add_sums(sums, rows, y, y_stride, add):  # type: ignore[no-untyped-def]
+def add_sums(sums, rows, y, y_stride, add):  # type: ignore[no-untyped-def]
     """Computes `y[rows, 64] = sums`, or `y += sums`."""
     for row in range(rows):
         for lane in range(0, 4 * PANEL, 4 * LANES):
@@ -41,7 +41,7 @@ def _multiply(site_address, x, x_stride, rows, panel, y, y_stride, accumulate): 
             _call5(site.expand, site_address, panel, first, count, weights)
             begins = STORE if first == block else CONTINUE
             gemm_f32(x + 4 * first, x_stride, rows, weights, count, sums, np.int64(4 * PANEL), begins)
-        _add_sums(sums, rows, y, y_stride, accumulate != 0 or block > 0)
+        add_sums(sums, rows, y, y_stride, accumulate != 0 or block > 0)
 
 
 @compiled_separately(9)

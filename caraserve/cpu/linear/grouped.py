@@ -117,7 +117,12 @@ def _one_row(site_address, x, first_panel, end_panel, y, accumulate):  # type: i
                 vstore(at, vadd(vload(at), total) if accumulate != 0 or block > 0 else total)
 
 
-def _globals(kind: GroupedCodes) -> tuple[Decoder, dict[str, Any]]:
+def name_of(kind: GroupedCodes) -> str:
+    """Returns a name for a kind of codes, the same in each process."""
+    return hashlib.sha256(repr(kind).encode()).hexdigest()[:12]
+
+
+def globals_of(kind: GroupedCodes) -> tuple[Decoder, dict[str, Any]]:
     """Returns what the functions of a kind of codes find in the place of the names above."""
     decoder = Decoder(kind)
     layout = decoder.layout
@@ -160,8 +165,8 @@ def _pack(kind: GroupedCodes, decoder: Decoder, one_row: int, matrix: Matrix, me
 @cache
 def kernels_of_codes(kind: GroupedCodes) -> WeightKernels:
     """Returns the kernels of a kind of codes; compiles them, or loads them from the cache, at their first use."""
-    decoder, values = _globals(kind)
-    name = hashlib.sha256(repr(kind).encode()).hexdigest()[:12]
+    decoder, values = globals_of(kind)
+    name = name_of(kind)
     values["_group_bytes"] = kernel(made_for(name, **values)(_bytes_of_group))
     expand = compiled_separately(5)(made_for(name, **values)(_expand))
     one_row = compiled_separately(6)(made_for(name, **values)(_one_row))

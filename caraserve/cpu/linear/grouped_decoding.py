@@ -187,6 +187,8 @@ class Decoder:
     def __init__(self, kind: GroupedCodes) -> None:
         self.layout, self._kind, self._scales = Layout.of(kind), kind, Scales(kind)
         self._numbers, self.renumbered = numbers_of(kind)
+        self.lowest, self.exponent = self._numbers.lowest, self._numbers.exponent
+        self.has_integers = bool(np.array_equal(np.sort(kind.values) - min(kind.values), np.arange(len(kind.values))))
         self._positions = sorted({position for _, position in self._numbers.places})
         self.constants = len(self._positions) + 1
         is_exact = all(float(value).is_integer() for value in kind.values)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import PANEL
-from caraserve.cpu.jit import entry
+from caraserve.cpu.jit import entry, kernel
 from caraserve.model.formats import Array, Matrix
 from caraserve.model.formats.grouped import SUPER_GROUP, GroupedCodes, Offset, Scale
 from caraserve.util.units import ceil_div
@@ -72,6 +72,24 @@ class Layout:
         return self.group_start(last, size) + self.scales + self.offsets + codes
 
 
+@kernel
+def _four_codes(row, at, renumbered):  # type: ignore[no-untyped-def]
+    """Returns a word of four codes of eight bits."""
+    low = np.uint64(renumbered[row[at]]) | np.uint64(renumbered[row[at + 1]]) << np.uint64(8)
+    high = np.uint64(renumbered[row[at + 2]]) | np.uint64(renumbered[row[at + 3]]) << np.uint64(8)
+    return low | high << np.uint64(16)
+
+
+@kernel
+def _eight_codes(row, at, renumbered):  # type: ignore[no-untyped-def]
+    """Returns a word of eight codes of four bits."""
+    word = _four_codes(row, at, renumbered) | _four_codes(row, at + 4, renumbered) << np.uint64(32)
+    # Moves codes together: two to a byte, four to two bytes, eight to four.
+    word = (word | word >> np.uint64(4)) & np.uint64(0x00FF00FF00FF00FF)
+    word = (word | word >> np.uint64(8)) & np.uint64(0x0000FFFF0000FFFF)
+    return (word | word >> np.uint64(16)) & np.uint64(0xFFFFFFFF)
+
+
 @entry
 def _pack_codes(codes, renumbered, bits, words, chunk, size, starts, panels):  # type: ignore[no-untyped-def]
     """Packs codes uint8 [outputs, inputs] into `panels`, uint32 [panels, words of a panel]. `starts`: of each group's
@@ -94,9 +112,14 @@ def _pack_codes(codes, renumbered, bits, words, chunk, size, starts, panels):  #
                                 rest |= code << np.uint64((index - in_word * words) * bits)
                         for word in range(words):
                             value, inside = np.uint64(0), start + word * in_word
-                            for index in range(min(in_word, end - inside)):
-                                code = np.uint64(renumbered[row[inside + index]])
-                                value |= code << np.uint64(index * bits)
+                            if bits == 8 and end - inside >= 4:
+                                value = _four_codes(row, inside, renumbered)
+                            elif bits == 4 and end - inside >= 8:
+                                value = _eight_codes(row, inside, renumbered)
+                            else:
+                                for index in range(min(in_word, end - inside)):
+                                    code = np.uint64(renumbered[row[inside + index]])
+                                    value |= code << np.uint64(index * bits)
                             value |= (rest >> np.uint64(2 * word) & np.uint64(3)) << np.uint64(30)
                             panels[panel, at + 64 * word] = np.uint32(value)
 

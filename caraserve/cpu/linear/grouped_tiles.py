@@ -37,7 +37,9 @@ def constants_bytes(decoder: Decoder) -> int:
     return _VECTORS * decoder.constants * _VECTOR_BYTES
 
 
-def _intrinsic(name: str, num_args: int, emit: Callable[[Any, Sequence[Any]], None]) -> Any:
+def tile(name: str, num_args: int, emit: Callable[[Any, Sequence[Any]], None]) -> Any:
+    """Makes an intrinsic of int64 arguments; `emit(builder, arguments)` emits it."""
+
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         emit(builder, arguments)
         return context.get_dummy_value()
@@ -57,7 +59,7 @@ def constants_tile(decoder: Decoder) -> Any:
             for index, vector in enumerate(vectors):
                 emit_store(b, vector, offset(b, at, i64(index * _VECTOR_BYTES)))
 
-    return _intrinsic("grouped_constants", 4, emit)
+    return tile("grouped_constants", 4, emit)
 
 
 class _Chunk:
@@ -112,7 +114,7 @@ def row_tile(decoder: Decoder) -> Any:
             for total, place in zip(totals, places, strict=True):
                 emit_store(b, b.load(total), place)
 
-    return _intrinsic("grouped_row", 5, emit)
+    return tile("grouped_row", 5, emit)
 
 
 def weights_tile(decoder: Decoder) -> Any:
@@ -128,4 +130,4 @@ def weights_tile(decoder: Decoder) -> Any:
             for index, (weight,) in enumerate(_Chunk(b, decoder, at, constants, [vectors.index]).weights()):
                 emit_store(b, weight, offset(b, row, i64(4 * PANEL * index)))
 
-    return _intrinsic("grouped_weights", 4, emit)
+    return tile("grouped_weights", 4, emit)

@@ -1,0 +1,279 @@
+"""Grouped codes of 4 and 8 bits times rows of int8: sums of integers for each 32 inputs, then scaled in fp32.
+
+For each block of 32 inputs, in order, with the sum of products of codes `dot`, and the `sum` of the row's codes:
+
+    y = fma(dot + lowest value · sum, row's scale · scale, y)      and, if there is an offset,
+    y = fma(row's scale · sum, offset, y)
+
+The order is the same for any number of rows.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+
+from caraserve.core.lora_layout import PANEL
+from caraserve.cpu.jit import compiled_separately, made_for
+from caraserve.cpu.linear.base import WeightKernels
+from caraserve.cpu.linear.expanding import add_sums
+from caraserve.cpu.linear.grouped import globals_of, kernels_of_codes, name_of
+from caraserve.cpu.linear.grouped_decoding import Decoder
+from caraserve.cpu.linear.grouped_tiles import tile
+from caraserve.cpu.linear.int8_rows import BLOCK, BLOCK_BYTES, quantise, row_bytes
+from caraserve.cpu.simd import (
+    DTYPE_F32,
+    F32,
+    HAS_PERMUTES,
+    I32,
+    LANES,
+    VF,
+    VI,
+    emit_fma,
+    emit_load,
+    emit_splat,
+    emit_store,
+    i64,
+    offset,
+    pointer,
+    vsplat,
+    vstore,
+)
+from caraserve.cpu.structs import site_at
+from caraserve.cpu.tiles import stack_bytes
+from caraserve.cpu.weight_memory import WeightMemory
+from caraserve.model.dtype import Dtype
+from caraserve.model.formats import Matrix
+from caraserve.model.formats.grouped import SUPER_GROUP, GroupedCodes, Offset
+
+_VECTORS, _VECTOR_BYTES = PANEL // LANES, 4 * LANES
+_HALF = LANES // 2
+_BYTES, _SHORTS, _WORDS = (ir.VectorType(ir.IntType(32 // per), _HALF * per) for per in (4, 2, 1))
+_ROWS = np.int64(128)
+_sums = stack_bytes(4 * PANEL * int(_ROWS))
+
+
+def _unset(*arguments: Any) -> Any:
+    raise AssertionError("replaced for each kind of codes")
+
+
+_constants = _held = _dots = _unset
+_DIVISORS = _ABOVE = _SCALES = _CHUNK = _INPUTS = np.int64(0)
+_PAIRED = np.int64(0)  # 1: inputs with an even index come first
+_SUPER = np.int64(SUPER_GROUP)
+
+
+# --- dot products of four bytes ---
+
+
+def _call(b: Any, name: str, result: Any, *arguments: Any) -> Any:
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), list(arguments))
+
+
+def _filled(kind: Any, value: int) -> Any:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def _products(b: Any, small: Any, x: Any) -> Any:
+    """Returns sums of two products each, int16: of bytes 0 to 15, and of bytes of x."""
+    return _call(b, "llvm.x86.avx2.pmadd.ub.sw", _SHORTS, b.bitcast(small, _BYTES), b.bitcast(x, _BYTES))
+
+
+def _signed_products(b: Any, values: Any, x: Any) -> Any:
+    """Returns the same of bytes -128 to 127; two products of at most 128 · 127 do not overflow."""
+    values = b.bitcast(values, _BYTES)
+    zero = _filled(_BYTES, 0)
+    sizes = b.select(b.icmp_signed("<", values, zero), b.sub(zero, values), values)
+    signed = _call(b, "llvm.x86.avx2.psign.b", _BYTES, b.bitcast(x, _BYTES), values)
+    return _products(b, sizes, signed)
+
+
+def _added_up(b: Any, shorts: Any) -> Any:
+    return _call(b, "llvm.x86.avx2.pmadd.wd", _WORDS, shorts, _filled(_SHORTS, 1))
+
+
+def _slow_dot(b: Any, values: Any, x: Any) -> Any:
+    total = _filled(_WORDS, 0)
+    for shift in (24, 16, 8, 0):
+        pair = (b.ashr(b.shl(word, _filled(_WORDS, shift)), _filled(_WORDS, 24)) for word in (values, x))
+        total = b.add(total, b.mul(*pair))
+    return total
+
+
+class _Dots:
+    """Emits sums of products of 32 inputs for eight outputs. `added`: what a value is more than what is multiplied."""
+
+    def __init__(self, kind: GroupedCodes, decoder: Decoder) -> None:
+        self.bits, self._table, self._chunk = kind.bits, None, decoder.layout.chunk
+        values = np.array(kind.values, np.float32)
+        self.exponent, self.added = 0, int(decoder.lowest)
+        if kind.bits == 8:
+            self.added += 128
+        elif not decoder.has_integers:
+            self.exponent = next(power for power in (0, 1) if _are_bytes(np.ldexp(values, power)))
+            self._table, self.added = np.ldexp(values, self.exponent).astype(np.int64), 0
+
+    def emit(self, b: Any, codes: Any, x: Sequence[Any]) -> Any:
+        """Returns eight int32. `codes`: address of the first chunk; x: addresses of eight words of a row."""
+        total = shorts = None
+        for index, (values, word) in enumerate(zip(self._values(b, codes), x, strict=True)):
+            row = _splat_word(b, word)
+            if not HAS_PERMUTES:
+                more = _slow_dot(b, values, row)
+            elif self.bits == 4 and self._table is None:
+                one = _products(b, values, row)  # eight sums of two products of at most 15 · 127 fit in int16
+                shorts = one if shorts is None else b.add(shorts, one)
+                if index < len(x) - 1:
+                    continue
+                more = _added_up(b, shorts)
+            else:
+                more = _added_up(b, _signed_products(b, values, row))
+            total = more if total is None else b.add(total, more)
+        return total
+
+    def _values(self, b: Any, codes: Any) -> list[Any]:
+        """Returns words of four bytes, in the order of a row's words."""
+        count = BLOCK * self.bits // 32
+        loaded = []
+        for index in range(count):
+            word = b.load(pointer(b, offset(b, codes, i64(4 * PANEL * index)), _WORDS))
+            word.align = 4
+            loaded.append(word)
+        if self.bits == 8:
+            return [b.xor(word, _filled(_WORDS, -0x7F7F7F80)) for word in loaded]
+        nibbles = []
+        for word in loaded:
+            for shifted in (word, b.lshr(word, _filled(_WORDS, 4))):
+                nibbles.append(b.and_(shifted, _filled(_WORDS, 0x0F0F0F0F)))
+        return nibbles if self._table is None else [self._looked_up(b, word) for word in nibbles]
+
+    def _looked_up(self, b: Any, word: Any) -> Any:
+        if HAS_PERMUTES:
+            table = ir.Constant(_BYTES, [int(value) for value in self._table] * 2)
+            return b.bitcast(_call(b, "llvm.x86.avx2.pshuf.b", _BYTES, table, b.bitcast(word, _BYTES)), _WORDS)
+        bytes_of = b.bitcast(word, _BYTES)
+        found = _filled(_BYTES, 0)
+        for code, value in enumerate(self._table):
+            found = b.select(b.icmp_signed("==", bytes_of, _filled(_BYTES, code)), _filled(_BYTES, int(value)), found)
+        return b.bitcast(found, _WORDS)
+
+
+def _are_bytes(values: Any) -> bool:
+    return bool((values == np.rint(values)).all() and values.min() >= -128 and values.max() < 128)
+
+
+def _splat_word(b: Any, address: Any) -> Any:
+    word = b.load(pointer(b, address, I32))
+    word.align = 4
+    first = b.insert_element(ir.Constant(_WORDS, ir.Undefined), word, I32(0))
+    return b.shuffle_vector(first, ir.Constant(_WORDS, ir.Undefined), _filled(_WORDS, 0))
+
+
+def dots_tile(kind: GroupedCodes, decoder: Decoder) -> Any:
+    """Intrinsic `(codes, constants, x, blocks, count, sums)`: adds the products of `count` blocks of a group to
+    sums[64]. x, blocks: addresses of a row's codes, and of its scales and sums."""
+    dots = _Dots(kind, decoder)
+
+    def emit(b: Any, arguments: Sequence[Any]) -> None:
+        codes, constants, x, blocks, count, sums = arguments
+        with cgutils.for_range(b, count) as loop:
+            at = offset(b, blocks, b.mul(loop.index, i64(BLOCK_BYTES)))
+            scale, scaled_sum = (emit_splat(b, b.load(pointer(b, offset(b, at, i64(by)), F32))) for by in (0, 4))
+            more = b.mul(b.load(pointer(b, offset(b, at, i64(8)), I32)), I32(dots.added))
+            row = offset(b, x, b.mul(loop.index, i64(BLOCK)))
+            words = [offset(b, row, i64(4 * index)) for index in range(BLOCK // 4)]
+            chunk = offset(b, codes, b.mul(loop.index, i64(PANEL * BLOCK * kind.bits // 8)))
+            with cgutils.for_range(b, i64(_VECTORS)) as vectors:
+                lane = b.mul(vectors.index, i64(_VECTOR_BYTES))
+                halves = [
+                    dots.emit(b, offset(b, offset(b, chunk, lane), i64(4 * start)), words) for start in (0, _HALF)
+                ]
+                dot = b.shuffle_vector(*halves, ir.Constant(VI, list(range(LANES))))
+                if dots.added:
+                    dot = b.add(dot, _splat_number(b, more))
+                held = offset(b, constants, b.mul(lane, i64(decoder.constants)))
+                factor = emit_load(b, held, DTYPE_F32)
+                by = 2.0 ** (decoder.exponent - dots.exponent)
+                factor = factor if by == 1.0 else b.fmul(factor, ir.Constant(VF, [by] * LANES))
+                to = offset(b, sums, lane)
+                total = emit_fma(b, b.sitofp(dot, VF), b.fmul(scale, factor), emit_load(b, to, DTYPE_F32))
+                if kind.offset is not Offset.NONE:
+                    added = emit_load(b, offset(b, held, i64((decoder.constants - 1) * _VECTOR_BYTES)), DTYPE_F32)
+                    total = emit_fma(b, scaled_sum, added, total)
+                emit_store(b, total, to)
+
+    return tile("grouped_dots", 6, emit)
+
+
+def _splat_number(b: Any, number: Any) -> Any:
+    first = b.insert_element(ir.Constant(VI, ir.Undefined), number, I32(0))
+    return b.shuffle_vector(first, ir.Constant(VI, ir.Undefined), ir.Constant(VI, [0] * LANES))
+
+
+# --- the product ---
+
+
+def _product(site_address, x, x_stride, rows, first_panel, end_panel, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
+    """Computes `y[rows, 64 · panel :] (+)= x[rows, inputs] @ w[inputs, 64]` for some panels and rows of int8."""
+    site, held, sums, zero = site_at(site_address), _held(), _sums(), vsplat(np.float32(0.0))
+    inputs, group = site.inputs, site.group
+    for panel in range(first_panel, end_panel):
+        start = site.weight + panel * site.panel_bytes
+        for first in range(0, rows, _ROWS):
+            count, above, codes = min(_ROWS, rows - first), start, start + _DIVISORS
+            for lane in range(0, 4 * PANEL * count, 4 * LANES):
+                vstore(sums + lane, zero)
+            for position in range(0, inputs, group):
+                if _ABOVE != 0 and position % _SUPER == 0:
+                    above = codes
+                    codes += _ABOVE
+                _constants(start, above, codes, held)
+                codes += _SCALES
+                size = min(group, inputs - position)
+                for row in range(count):
+                    at = x + (first + row) * x_stride
+                    blocks = at + 2 * inputs + position // 32 * 16
+                    _dots(codes, held, at + _PAIRED * inputs + position, blocks, size // 32, sums + 4 * PANEL * row)
+                codes += size // _INPUTS * _CHUNK
+            add_sums(sums, count, y + first * y_stride + 4 * PANEL * panel, y_stride, accumulate != 0)
+
+
+_FUNCTIONS: list[Any] = []  # keeps functions alive of which others have the address
+
+
+def has_dots(kind: GroupedCodes) -> bool:
+    """Returns whether there are integer products for a kind of codes."""
+    if kind.bits not in (4, 8) or kind.rounds_to is not None:
+        return False
+    decoder = Decoder(kind)
+    values = np.array(kind.values, np.float32)
+    return decoder.has_integers or (kind.bits == 4 and any(_are_bytes(np.ldexp(values, power)) for power in (0, 1)))
+
+
+@cache
+def int8_kernels_of(kind: GroupedCodes) -> WeightKernels:
+    """Returns kernels that multiply rows of int8, where there are any for the kind of codes and the groups of a
+    matrix; exact ones otherwise."""
+    exact = kernels_of_codes(kind)
+    if not has_dots(kind):
+        return exact
+    decoder, values = globals_of(kind)
+    values |= {"_dots": dots_tile(kind, decoder), "_PAIRED": np.int64(kind.bits == 4)}
+    product = compiled_separately(9)(made_for(name_of(kind), **values)(_product))
+    _FUNCTIONS.append(product)
+
+    def pack(matrix: Matrix, dtype: Dtype, memory: WeightMemory) -> dict[str, int]:
+        fields, inputs = dict(exact.pack(matrix, dtype, memory)), matrix.arrays["codes"].shape[1]
+        if matrix.order is not None or inputs % BLOCK or matrix.group % BLOCK:
+            return fields
+        return fields | {
+            "product": product.address,
+            "prepare": quantise.address,
+            "prepared_bytes": row_bytes(inputs),
+        }
+
+    return WeightKernels(pack, exact.product, exact.expand, exact.row)
