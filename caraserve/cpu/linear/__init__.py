@@ -1,4 +1,4 @@
-"""How the CPU keeps and multiplies weights: one file for each format of `model/formats/`.
+"""How the CPU keeps and multiplies weights: plain numbers, and codes in groups, which all quantised formats are.
 
 A format packs the weights of a site into memory and has kernels that the pass calls by address: `product` multiplies
 rows by panels, `expand` turns a piece of a panel into fp32, `row` the weights of one output, for embeddings. A format
@@ -18,31 +18,8 @@ def _plain() -> WeightKernels:
     return KERNELS
 
 
-def _fp8() -> WeightKernels:
-    from caraserve.cpu.linear.fp8 import KERNELS
-
-    return KERNELS
-
-
-def _int8() -> WeightKernels:
-    from caraserve.cpu.linear.int8 import KERNELS
-
-    return KERNELS
-
-
-def _mxfp4() -> WeightKernels:
-    from caraserve.cpu.linear.mxfp4 import KERNELS
-
-    return KERNELS
-
-
-# Functions, because an import compiles the kernels of a format, which most models do not have.
-_FORMATS: dict[str, Callable[[], WeightKernels]] = {
-    "plain": _plain,
-    "fp8": _fp8,
-    "int8": _int8,
-    "mxfp4": _mxfp4,
-}
+# Functions, because an import compiles the kernels of a format.
+_FORMATS: dict[str, Callable[[], WeightKernels]] = {"plain": _plain}
 
 
 def register(name: str, kernels: WeightKernels) -> None:
