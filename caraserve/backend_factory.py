@@ -109,7 +109,9 @@ def check_options(plan: DecoderPlan, model: ModelConfig, engine: EngineConfig, l
     _lora_cpus(lora)
     if device == "cuda":
         if model.activations != "exact":
-            raise ConfigError("--activations int8 is for CPUs; GPUs compute with the weights as they are")
+            raise ConfigError(
+                f"--activations {model.activations} is for CPUs; GPUs compute with the weights as they are"
+            )
         _check_cuda_options(plan, lora)
         return
     _kv_bytes(plan, _context(plan, model), engine.kv_cache_bytes)
@@ -132,16 +134,16 @@ def _build_cpu_backend(
 ) -> ServingBackend:
     from caraserve.cpu.jit import counting  # kernels are compiled after all checks
 
-    kernels, int8_rows = CompileProgress(), model.activations == "int8"
+    kernels, rounds_rows = CompileProgress(), model.activations != "exact"
     with kernels.shown() as compiled, counting(compiled):
         from caraserve.cpu.backend import CpuBackend, CpuSizes
         from caraserve.cpu.weights import compile_kernels, load_model, progress_steps
 
-        compile_kernels(plan, int8_rows=int8_rows)
+        compile_kernels(plan, rounds_rows=rounds_rows)
     dtype, context = dtype_of(plan, model.dtype), _context(plan, model)
     kv_bytes, lora_cpus = _kv_bytes(plan, context, engine.kv_cache_bytes), _lora_cpus(lora)
     with progress("weights", progress_steps(plan)) as advance, _reader(model, plan, engine.seed, dtype) as read:
-        loaded = load_model(plan, dtype, context, read, advance, int8_rows=int8_rows)
+        loaded = load_model(plan, dtype, context, read, advance, rounds_rows=rounds_rows)
     seqs = engine.max_num_seqs or _CPU_SEQS
     sizes = CpuSizes(
         threads=engine.cpu_threads or _compute_threads(len(os.sched_getaffinity(0))),

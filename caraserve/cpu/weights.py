@@ -52,14 +52,14 @@ def load_model(
     read: TensorReader,
     progress: Callable[[], None],
     *,
-    int8_rows: bool = False,
+    rounds_rows: bool = False,
 ) -> LoadedModel:
-    """Reads and packs each tensor once. Calls `progress` after each layer and after the embeddings. `int8_rows`: rows
+    """Reads and packs each tensor once. Calls `progress` after each layer and after the embeddings. `rounds_rows`: rows
     are rounded to int8 for products with quantised weights.
 
     Raises ModelLoadError, also for layers that this backend cannot compute."""
     _check(plan)
-    return _Loader(plan, dtype, max_context, read, int8_rows).load(progress)
+    return _Loader(plan, dtype, max_context, read, rounds_rows).load(progress)
 
 
 def progress_steps(plan: DecoderPlan) -> int:
@@ -67,7 +67,7 @@ def progress_steps(plan: DecoderPlan) -> int:
     return len(plan.layers) + 1
 
 
-def compile_kernels(plan: DecoderPlan, *, int8_rows: bool = False) -> None:
+def compile_kernels(plan: DecoderPlan, *, rounds_rows: bool = False) -> None:
     """Compiles the kernels that only some models need, or loads them from the cache: of the formats of weights, of
     experts and of delta nets."""
     if plan.moes:
@@ -75,7 +75,7 @@ def compile_kernels(plan: DecoderPlan, *, int8_rows: bool = False) -> None:
     if plan.delta_nets:
         import caraserve.cpu.delta_net  # noqa: F401
     for kind in plan.formats:
-        kernels_of(kind, int8_rows=int8_rows)
+        kernels_of(kind, rounds_rows=rounds_rows)
 
 
 def _check(plan: DecoderPlan) -> None:
@@ -90,8 +90,10 @@ def _check(plan: DecoderPlan) -> None:
 class _Loader:
     """Fills the records of one model."""
 
-    def __init__(self, plan: DecoderPlan, dtype: Dtype, max_context: int, read: TensorReader, int8_rows: bool) -> None:
-        self._int8_rows = int8_rows
+    def __init__(
+        self, plan: DecoderPlan, dtype: Dtype, max_context: int, read: TensorReader, rounds_rows: bool
+    ) -> None:
+        self._rounds_rows = rounds_rows
         self._plan, self._dtype, self._max_context, self._read = plan, dtype, max_context, read
         self._memory = WeightMemory()
         self._kv_block_bytes = self._state_bytes = self._prepared_bytes = 0  # of the layers so far
@@ -160,7 +162,7 @@ class _Loader:
         self, kind: WeightFormat, matrix: Matrix, bias: Floats | None, inputs: int, outputs: int
     ) -> NDArray[np.void]:
         """Packs weights; returns a SITE record without its column and the place of its prepared rows."""
-        return self._packed(kernels_of(kind, int8_rows=self._int8_rows), matrix, bias, inputs, outputs)
+        return self._packed(kernels_of(kind, rounds_rows=self._rounds_rows), matrix, bias, inputs, outputs)
 
     def _packed(
         self, kernels: WeightKernels, matrix: Matrix, bias: Floats | None, inputs: int, outputs: int

@@ -29,13 +29,13 @@ def register(name: str, kernels: WeightKernels) -> None:
     _FORMATS[name] = lambda: kernels
 
 
-def kernels_of(kind: WeightFormat, *, int8_rows: bool = False) -> WeightKernels:
+def kernels_of(kind: WeightFormat, *, rounds_rows: bool = False) -> WeightKernels:
     """Returns the kernels of a format; compiles them, or loads them from the cache, at their first use.
 
-    `int8_rows`: rows may be rounded to int8, where the format has such kernels."""
+    `rounds_rows`: rows may be rounded to int8, where the format has such kernels."""
     if isinstance(kind, GroupedFormat):
         from caraserve.cpu.linear.grouped import kernels_of_codes
         from caraserve.cpu.linear.grouped_int8 import int8_kernels_of
 
-        return int8_kernels_of(kind.kind) if int8_rows else kernels_of_codes(kind.kind)
+        return int8_kernels_of(kind.kind) if rounds_rows else kernels_of_codes(kind.kind)
     return _FORMATS[kind.name]()
