@@ -44,6 +44,7 @@ FORMATS_EXEMPT = {
     "model/linear_plan.py": "the same",
     "model/plan_formats.py": "the same",
     "cpu/linear": "kernels of formats",
+    "config.py": "what inputs of modules are rounded to",
     "gpu/linear": "kernels of formats",
     "gpu/kernels/grouped.py": "kernels of formats",
     "model/gguf_reader.py": "types of tensors in its files",
