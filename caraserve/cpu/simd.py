@@ -82,6 +82,15 @@ def emit_load(b: Any, address: Any, dtype: int) -> Any:
     return b.bitcast(b.shl(b.zext(bits, VI), _ints(16)), VF)
 
 
+def emit_prefetch(b: Any, address: Any) -> None:
+    """Fetches a cache line that will be read soon. Any address may be given."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    read, nearest, data = (ir.Constant(I32, value) for value in (0, 3, 1))
+    b.call(function, [b.inttoptr(address, byte), read, nearest, data])
+
+
 def emit_load_bytes(b: Any, address: Any) -> Any:
     """Loads sixteen bytes."""
     value = b.load(pointer(b, address, VI8))

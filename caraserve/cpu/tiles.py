@@ -14,12 +14,14 @@ from caraserve.core.lora_layout import PANEL
 from caraserve.cpu.simd import (
     DTYPE_F32,
     F32,
+    HAS_WIDE_REGISTERS,
     I64,
     LANES,
     VF,
     emit_fma,
     emit_load,
     emit_load_splat,
+    emit_prefetch,
     emit_reduce,
     emit_store,
     i64,
@@ -27,6 +29,11 @@ from caraserve.cpu.simd import (
     offset,
     pointer,
 )
+
+_LINE_BYTES = 64
+# Weights that a single row fetches before it reads them: 12 % faster in 16 bits on Zen 3, up to 7 % in 32 on Zen 5, but
+# a fifth slower in 32 on Zen 3, whose own prefetchers keep up.
+_AHEAD_BYTES = 2048
 
 
 class _Accumulators:
@@ -80,6 +87,9 @@ def gemm_tile(rows: int, vectors: int, dtype: int) -> Any:
         with cgutils.for_range(b, k) as loop:
             w_row = offset(b, w, b.mul(loop.index, i64(PANEL * itemsize)))
             weights = [emit_load(b, offset(b, w_row, i64(v * LANES * itemsize)), dtype) for v in range(vectors)]
+            if rows == 1 and (itemsize == 2 or HAS_WIDE_REGISTERS):
+                for line in range(0, vectors * LANES * itemsize, _LINE_BYTES):
+                    emit_prefetch(b, offset(b, w_row, i64(_AHEAD_BYTES + line)))
             x_offset = b.mul(loop.index, i64(4))
             for row in range(rows):
                 splat = emit_load_splat(b, offset(b, x_rows[row], x_offset))

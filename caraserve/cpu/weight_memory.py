@@ -36,7 +36,8 @@ def _pack(source, panels):  # type: ignore[no-untyped-def]
 def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
     """Returns zeroed memory in huge pages; it takes no room until it is written. With 4 KiB pages a core that streams
     weights loses a third of the bandwidth to address translation and to prefetchers that stop at each page."""
-    memory = mmap.mmap(-1, align_up(num_bytes, _HUGE_PAGE_BYTES))
+    # Python's default is shared memory, for which Linux has another setting, usually `never`.
+    memory = mmap.mmap(-1, align_up(num_bytes, _HUGE_PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
