@@ -21,7 +21,7 @@ from caraserve.cpu.simd import (
     load_u16,
 )
 from caraserve.cpu.structs import ENTRY_SCALE, word
-from caraserve.cpu.tiles import dot_tile, gemm_tile, stack_bytes
+from caraserve.cpu.tiles import PAIRS, dot_tile, gemm_tile, stack_bytes
 
 # numpy integers: for a literal, Numba would compile each callee once more.
 # Whether a panel replaces its output, adds to it, or continues the sum there.
@@ -37,9 +37,9 @@ _kept = stack_bytes(_KEPT_ROWS * _KEPT_ROW_BYTES)
 def _gemm_tile(rows: int, dtype: int) -> Any:
     """Makes the product of some rows and a panel: in tiles that fill the vector registers without a spill, six rows by
     four vectors where there are 32 registers of a whole vector. Others have 16 of half a vector, or 32 of a quarter."""
-    vectors = 4 if HAS_WIDE_REGISTERS or rows == 1 else 2 if rows <= 3 else 1
+    vectors = 4 if HAS_WIDE_REGISTERS or rows == 1 else 2 if rows <= 3 and dtype != PAIRS else 1
     tile, step, panel_vectors = gemm_tile(rows, vectors, dtype), np.int64(vectors), np.int64(PANEL // LANES)
-    size = np.int64(4 if dtype == DTYPE_F32 else 2)
+    size = np.int64(4 if dtype in (DTYPE_F32, PAIRS) else 2)
 
     @variant(f"{rows}_{dtype}")
     def gemm_panel(x, x_stride, w, k, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
@@ -117,6 +117,7 @@ def _dot_rows(dtype: int) -> Any:
 
 
 gemm_f32, gemm_bf16, gemm_f16 = _gemm_rows(DTYPE_F32), _gemm_rows(DTYPE_BF16), _gemm_rows(DTYPE_F16)
+gemm_pairs = _gemm_rows(PAIRS)
 _dot_f32, _dot_bf16, _dot_f16 = _dot_rows(DTYPE_F32), _dot_rows(DTYPE_BF16), _dot_rows(DTYPE_F16)
 
 

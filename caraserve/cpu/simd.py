@@ -35,6 +35,7 @@ def _x86_cpu_has(feature: str) -> bool:
 _CONVERTS_HALF = not _X86 or _x86_cpu_has("f16c")
 HAS_WIDE_REGISTERS = _X86 and _x86_cpu_has("avx512f")  # 32 registers of sixteen fp32 each
 HAS_PERMUTES = _X86 and _x86_cpu_has("avx2")  # of lanes and bytes in registers of eight fp32
+HAS_PAIR_PRODUCTS = HAS_WIDE_REGISTERS and _x86_cpu_has("avx512bf16")  # of two pairs of bfloat16, added to fp32
 DTYPE_F32, DTYPE_BF16, DTYPE_F16 = 0, 1, 2  # the codes of `Dtype`
 
 _I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -79,7 +80,7 @@ def emit_load(b: Any, address: Any, dtype: int) -> Any:
     bits.align = 2
     if dtype == DTYPE_F16:
         return emit_widen_half(b, bits)
-    return b.bitcast(b.shl(b.zext(bits, VI), _ints(16)), VF)
+    return b.bitcast(b.shl(b.zext(bits, VI), ints(16)), VF)
 
 
 def emit_prefetch(b: Any, address: Any) -> None:
@@ -105,16 +106,16 @@ def emit_widen_half(b: Any, bits: Any) -> Any:
     return _widen_half(b, b.zext(bits, VI))
 
 
-def _ints(value: int) -> Any:
+def ints(value: int) -> Any:
     return ir.Constant(VI, [value] * LANES)
 
 
 def _widen_half(b: Any, bits: Any) -> Any:
     """Converts finite fp16 bits (in 32-bit lanes) to fp32, exactly: shifts the magnitude into place and rebiases its
     exponent by a multiplication, which is right for subnormals too; then adds the sign."""
-    magnitude = b.bitcast(b.shl(b.and_(bits, _ints(0x7FFF)), _ints(13)), VF)
+    magnitude = b.bitcast(b.shl(b.and_(bits, ints(0x7FFF)), ints(13)), VF)
     rebiased = b.fmul(magnitude, ir.Constant(VF, [2.0**112] * LANES))
-    sign = b.shl(b.and_(bits, _ints(0x8000)), _ints(16))
+    sign = b.shl(b.and_(bits, ints(0x8000)), ints(16))
     return b.bitcast(b.or_(b.bitcast(rebiased, VI), sign), VF)
 
 
@@ -122,15 +123,15 @@ def _narrow_half(b: Any, value: Any) -> Any:
     """Converts fp32 to fp16 bits (in 32-bit lanes), to nearest even: by integers for normal results; for smaller ones,
     adding 0.5 leaves the bits of a subnormal at the end of the sum."""
     bits = b.bitcast(value, VI)
-    magnitude = b.and_(bits, _ints(0x7FFFFFFF))
-    odd = b.and_(b.lshr(magnitude, _ints(13)), _ints(1))
-    rebiased = b.sub(b.add(magnitude, _ints(0xFFF)), _ints(112 << 23))
-    normal = b.lshr(b.add(rebiased, odd), _ints(13))
+    magnitude = b.and_(bits, ints(0x7FFFFFFF))
+    odd = b.and_(b.lshr(magnitude, ints(13)), ints(1))
+    rebiased = b.sub(b.add(magnitude, ints(0xFFF)), ints(112 << 23))
+    normal = b.lshr(b.add(rebiased, odd), ints(13))
     summed = b.fadd(b.bitcast(magnitude, VF), ir.Constant(VF, [0.5] * LANES))
-    subnormal = b.sub(b.bitcast(summed, VI), _ints(0x3F000000))
-    narrow = b.select(b.icmp_unsigned("<", magnitude, _ints(0x38800000)), subnormal, normal)
-    narrow = b.select(b.icmp_unsigned(">=", magnitude, _ints(0x477FF000)), _ints(0x7C00), narrow)
-    return b.or_(narrow, b.and_(b.lshr(bits, _ints(16)), _ints(0x8000)))
+    subnormal = b.sub(b.bitcast(summed, VI), ints(0x3F000000))
+    narrow = b.select(b.icmp_unsigned("<", magnitude, ints(0x38800000)), subnormal, normal)
+    narrow = b.select(b.icmp_unsigned(">=", magnitude, ints(0x477FF000)), ints(0x7C00), narrow)
+    return b.or_(narrow, b.and_(b.lshr(bits, ints(16)), ints(0x8000)))
 
 
 def emit_narrow(b: Any, value: Any, dtype: int) -> Any:
@@ -141,8 +142,8 @@ def emit_narrow(b: Any, value: Any, dtype: int) -> Any:
         bits = _narrow_half(b, value)
     else:
         wide = b.bitcast(value, VI)
-        odd = b.and_(b.lshr(wide, _ints(16)), _ints(1))
-        bits = b.lshr(b.add(b.add(wide, _ints(0x7FFF)), odd), _ints(16))
+        odd = b.and_(b.lshr(wide, ints(16)), ints(1))
+        bits = b.lshr(b.add(b.add(wide, ints(0x7FFF)), odd), ints(16))
     return b.trunc(bits, VI16)
 
 
@@ -151,8 +152,8 @@ def emit_rounded(b: Any, value: Any, dtype: int) -> Any:
     if dtype == DTYPE_F16:
         return emit_widen_half(b, emit_narrow(b, value, dtype))
     wide = b.bitcast(value, VI)
-    odd = b.and_(b.lshr(wide, _ints(16)), _ints(1))
-    return b.bitcast(b.and_(b.add(b.add(wide, _ints(0x7FFF)), odd), _ints(-0x10000)), VF)
+    odd = b.and_(b.lshr(wide, ints(16)), ints(1))
+    return b.bitcast(b.and_(b.add(b.add(wide, ints(0x7FFF)), odd), ints(-0x10000)), VF)
 
 
 def emit_narrow_store(b: Any, value: Any, address: Any, dtype: int) -> None:
@@ -276,7 +277,7 @@ def _emit_tanh(b: Any, x: Any) -> Any:
     for term in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
         poly = emit_fma(b, poly, square, const(term))
     small = emit_fma(b, b.fmul(poly, square), x, x)
-    sign = b.and_(b.bitcast(x, VI), _ints(-0x80000000))
+    sign = b.and_(b.bitcast(x, VI), ints(-0x80000000))
     magnitude = b.bitcast(b.xor(b.bitcast(x, VI), sign), VF)
     power = _emit_exp(b, b.fadd(magnitude, magnitude))
     large = b.fsub(const(1.0), b.fdiv(const(2.0), b.fadd(power, const(1.0))))
@@ -348,7 +349,8 @@ def _scalar_store(numba_type: Any, llvm_type: Any) -> Any:
 
 
 load_f32, store_f32 = _scalar_load(types.float32, F32), _scalar_store(types.float32, F32)
-load_u16, load_i32 = _scalar_load(types.uint16, _I16), _scalar_load(types.int32, I32)
+load_u16, store_u16 = _scalar_load(types.uint16, _I16), _scalar_store(types.uint16, _I16)
+load_i32 = _scalar_load(types.int32, I32)
 load_i64 = _scalar_load(types.int64, I64)
 store_i64, store_i32 = _scalar_store(types.int64, I64), _scalar_store(types.int32, I32)
 store_u8 = _scalar_store(types.uint8, ir.IntType(8))

@@ -33,6 +33,17 @@ def _pack(source, panels):  # type: ignore[no-untyped-def]
                     panels[panel, k, lane] = source[64 * panel + lane, k]
 
 
+@entry
+def _pack_pairs(source, panels):  # type: ignore[no-untyped-def]
+    """Packs `[out, in]` into panels `[out / 64, in / 2, 64, 2]`, the later input of a pair first."""
+    outputs, inputs = source.shape
+    for panel in range(panels.shape[0]):
+        for block in range(0, inputs, 16):
+            for lane in range(min(64, outputs - 64 * panel)):
+                for k in range(block, min(block + 16, inputs)):
+                    panels[panel, k // 2, lane, 1 - k % 2] = source[64 * panel + lane, k]
+
+
 def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
     """Returns zeroed memory in huge pages; it takes no room until it is written. With 4 KiB pages a core that streams
     weights loses a third of the bandwidth to address translation and to prefetchers that stop at each page."""
@@ -56,6 +67,14 @@ class WeightMemory:
         outputs, inputs = raw.shape
         array = self._allocate(align_up(outputs, PANEL) * inputs * raw.itemsize).view(raw.dtype)
         _pack(np.ascontiguousarray(raw), array.reshape(ceil_div(outputs, PANEL), inputs, PANEL))
+        return int(array.ctypes.data)
+
+    def pairs(self, raw: Raw) -> int:
+        """Packs bits of bfloat16, `[out, in]`, into panels of pairs of inputs; see linear/pairs.py."""
+        outputs, inputs = raw.shape
+        shape = ceil_div(outputs, PANEL), ceil_div(inputs, 2), PANEL, 2
+        array = self._allocate(2 * int(np.prod(shape))).view(raw.dtype)
+        _pack_pairs(np.ascontiguousarray(raw), array.reshape(shape))
         return int(array.ctypes.data)
 
     def vectors(self, values: NDArray[np.generic], width: int | None = None) -> int:

@@ -15,7 +15,7 @@ from caraserve.cpu.expert_weights import expert_sites
 from caraserve.cpu.layers import ACTIVATIONS
 from caraserve.cpu.linear import kernels_of
 from caraserve.cpu.linear.base import WeightKernels
-from caraserve.cpu.linear.plain import TABLE
+from caraserve.cpu.linear.plain import TABLE, preparation
 from caraserve.cpu.products import place_prepared
 from caraserve.cpu.simd import LANES
 from caraserve.cpu.weight_memory import Raw, WeightMemory, convert
@@ -41,7 +41,8 @@ class LoadedModel:
     model: NDArray[np.void]
     sites: NDArray[np.void]  # SITE [layers, most sites], the table of the record's `site`
     dtype: Dtype  # of weights that are plain numbers
-    prepared_bytes: int  # of the widest row that `prepare_rows` writes
+    prepared_bytes: int  # of the widest row that `prepare_rows` writes, and after it one of plain numbers
+    widest_input: int
     memory: WeightMemory
 
 
@@ -126,7 +127,9 @@ class _Loader:
             logit_cap=plan.logit_cap or 0.0,
         )
         progress()
-        return LoadedModel(model, sites, self._dtype, self._prepared_bytes, self._memory)
+        widest = plan.widest_input  # for merged weights, whose rows are those of plain numbers
+        prepared = self._prepared_bytes + preparation(self._dtype, widest)["prepared_bytes"]
+        return LoadedModel(model, sites, self._dtype, prepared, widest, self._memory)
 
     # --- linears ---
 

@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from caraserve.core.lora_layout import PANEL
 from caraserve.cpu.kernels import lora_shrink
 from caraserve.cpu.linear import kernels_of
+from caraserve.cpu.linear.base import K_BLOCK
 from caraserve.cpu.structs import LORA_ENTRY, SITE
 from caraserve.cpu.weight_memory import WeightMemory, convert
 from caraserve.model.dtype import Dtype, to_float32
@@ -56,12 +58,25 @@ class Weights:
         for name, value in {**packed, "inputs": inputs, "expand": kernels.expand}.items():
             self._site[name] = value
         self._product = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 9)(kernels.product)
+        prepare = int(self._site["prepare"][0])
+        self._prepare = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)(prepare) if prepare else None
+        self._row = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(kernels.row)
         self._expand = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(kernels.expand)
 
-    def multiply(self, x: NDArray[np.float32], panel: int, y: NDArray[np.float32], add: int) -> None:
+    def multiply(self, x: NDArray[Any], panel: int, y: NDArray[np.float32], add: int) -> None:
         at = self._site.ctypes.data
+        if self._prepare is not None:  # with other strides than those of x
+            prepared = np.empty((len(x), int(self._site["prepared_bytes"][0]) + 64), np.uint8)
+            to, stride = prepared.ctypes.data, prepared.shape[1]
+            self._prepare(at, x.ctypes.data, x.strides[0], len(x), to, stride)
+            x = prepared
         first_output = y.ctypes.data - 4 * PANEL * panel  # of panel 0
         self._product(at, x.ctypes.data, x.strides[0], len(x), panel, panel + 1, first_output, 4 * PANEL, add)
+
+    def row(self, output: int) -> NDArray[np.float32]:
+        y = np.empty(int(self._site["inputs"][0]), np.float32)
+        self._row(self._site.ctypes.data, output, y.ctypes.data)
+        return y
 
     def expanded(self, panel: int, first: int, count: int) -> NDArray[np.float32]:
         y = np.empty((count, PANEL), np.float32)
@@ -78,10 +93,11 @@ def test_a_panel_is_the_matrix_product(kind: str, inputs: int) -> None:
     for rows, panel in ((1, 0), (2, 1), (3, 0), (5, 1), (6, 0), (7, 1), (8, 0), (13, 1), (16, 0)):
         rng = np.random.default_rng(rows * inputs)
         x = rng.standard_normal((rows, inputs), np.float32)
+        read = to_float32(*(stored(x, Dtype.BF16)[0], Dtype.BF16)) if kind == "BF16" else x
         y = rng.standard_normal((rows, PANEL), np.float32)
         before, expected = y.astype(np.float64), np.zeros((rows, PANEL))
         exact = weights.exact[PANEL * panel : PANEL * (panel + 1)]
-        expected[:, : len(exact)] = x.astype(np.float64) @ exact.T
+        expected[:, : len(exact)] = read.astype(np.float64) @ exact.T
         weights.multiply(x, panel, y, 1)
         np.testing.assert_allclose(y, before + expected, atol=2e-6 * inputs**0.5 * 8)
         weights.multiply(x, panel, y, 0)
@@ -106,6 +122,54 @@ def test_weights_expand_to_exactly_their_values(kind: str) -> None:
     for first, count in ((0, 64), (64, 64), (128, 22)):
         expected = weights.exact[PANEL:, first : first + count].T.astype(np.float32)
         assert (weights.expanded(1, first, count) == expected).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_weights_of_one_output(kind: str) -> None:
+    weights = Weights(kind, 2 * PANEL, 151)
+    assert (weights.row(PANEL + 3) == weights.exact[PANEL + 3].astype(np.float32)).all()
+
+
+def test_in_bfloat16_sums_are_those_of_the_instruction_for_pairs() -> None:
+    """Which adds exact products to fp32 one after another; rows are rounded to bfloat16. A NaN stays one."""
+    weights = Weights("BF16", PANEL, 2501)
+    x = np.random.default_rng(4).standard_normal((7, 2501), np.float32)
+    x[5, 3], x[6, 2500] = np.nan, -np.inf
+    rounded = to_float32(stored(x, Dtype.BF16)[0], Dtype.BF16)
+    expected, block = np.zeros((7, PANEL), np.float32), K_BLOCK  # partial sums are stored between blocks of inputs
+    for first in range(0, 2501, block):
+        sums = np.zeros((7, PANEL), np.float32)
+        for index in range(first, min(first + block, 2501)):
+            sums += rounded[:, index : index + 1] * weights.exact[:, index].astype(np.float32)
+        expected = expected + sums
+    y = np.empty((7, PANEL), np.float32)
+    weights.multiply(x, 0, y, 0)
+    assert np.isnan(y[5]).all()
+    assert y[:5].tobytes() == expected[:5].tobytes()
+    assert (y[6] == expected[6]).all()
+
+
+_ASSEMBLY = """
+import numba
+from caraserve.cpu.tiles import PAIRS, gemm_tile
+
+tile = gemm_tile(6, 4, PAIRS)
+
+def product(x, w, k, y):
+    tile(x, 4096, w, k, y, 256, 0)
+
+print(numba.cfunc(numba.void(*[numba.int64] * 4))(product)._library.get_asm_str())
+"""
+
+
+@pytest.mark.parametrize("cpu", ["sapphirerapids", "znver4"])
+def test_a_cpu_with_the_instruction_for_pairs_multiplies_by_it(cpu: str) -> None:
+    features = "+avx512f,+avx512bw,+avx512vl,+avx512bf16,+f16c"
+    target = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features}
+    done = subprocess.run(
+        [sys.executable, "-c", _ASSEMBLY], env=os.environ | target, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.count("vdpbf16ps") >= 24
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -68,9 +68,13 @@ class Subject:
         at = int(model["site"][0]) + SITE.itemsize * (SPEC.most_sites * layer + site)
         record = np.frombuffer((ctypes.c_byte * SITE.itemsize).from_address(at), SITE)[0]
         inputs, outputs = LINEARS[site].inputs, LINEARS[site].outputs
-        count = align_up(outputs, PANEL) * inputs
+        padded = inputs + inputs % 2
+        count = align_up(outputs, PANEL) * padded
         kind = ctypes.c_float if self.dtype is Dtype.F32 else ctypes.c_uint16
         flat = np.ctypeslib.as_array((kind * count).from_address(int(record["weight"])))
+        if self.dtype is Dtype.BF16:  # pairs, the later input first
+            pairs = flat.reshape(-1, padded // 2, PANEL, 2)[..., ::-1].transpose(0, 2, 1, 3)
+            return pairs.reshape(-1, padded)[:outputs, :inputs].copy()
         return flat.reshape(-1, inputs, PANEL).swapaxes(1, 2).reshape(-1, inputs)[:outputs].copy()
 
 

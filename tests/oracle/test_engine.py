@@ -163,12 +163,12 @@ async def test_scores_of_the_prompt_are_those_of_peft(families: dict[str, Subjec
     subject.oracle.check_scores(prompt, "r8", [score for score in rest if score is not None], alternatives)
 
 
-async def test_bfloat16_weights_stay_close_to_peft(families: dict[str, Subject]) -> None:
-    """bf16 storage with fp32 arithmetic: tokens equal those of the oracle with the same rounded weights."""
+async def test_with_bfloat16_weights_inputs_of_modules_are_rounded(families: dict[str, Subject]) -> None:
+    """Tokens equal those of the oracle with the same weights, whose base modules read inputs in bfloat16."""
     subject, rng = families["llama2"], random.Random(5)
     rounded = subject.model.parent / "rounded"
     make_model(rounded, "llama2", dtype="bfloat16")
-    oracle = Oracle(rounded, {"r64": subject.adapters["r64"]})
+    oracle = Oracle(rounded, {"r64": subject.adapters["r64"]}, rounds_inputs=True)
     asked = [(prompt_of(rng, 40), name) for name in (None, "r64")]
 
     lora = lora_config({"r64": subject.adapters["r64"]})

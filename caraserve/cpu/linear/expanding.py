@@ -44,6 +44,14 @@ def _multiply(site_address, x, x_stride, rows, panel, y, y_stride, accumulate): 
         add_sums(sums, rows, y, y_stride, accumulate != 0 or block > 0)
 
 
+@kernel
+def multiply_expanded(site_address, x, x_stride, rows, panel, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
+    """Computes `y[rows, 64] (+)= x[rows, inputs] @ w[inputs, 64]` for one panel."""
+    for row in range(0, rows, _ROWS):
+        count, at = min(_ROWS, rows - row), y + row * y_stride
+        _multiply(site_address, x + row * x_stride, x_stride, count, panel, at, y_stride, accumulate)
+
+
 @compiled_separately(9)
 def product(site_address, x, x_stride, rows, first_panel, end_panel, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
     """Computes `y[rows, 64 · panel :] (+)= x[rows, inputs] @ w[inputs, 64]` for panels of expanded weights."""
@@ -52,9 +60,7 @@ def product(site_address, x, x_stride, rows, first_panel, end_panel, y, y_stride
         _call6(site.one_row, site_address, x, first_panel, end_panel, y, accumulate)
         return
     for panel in range(first_panel, end_panel):
-        for row in range(0, rows, _ROWS):
-            count, at = min(_ROWS, rows - row), y + row * y_stride + 4 * PANEL * panel
-            _multiply(site_address, x + row * x_stride, x_stride, count, panel, at, y_stride, accumulate)
+        multiply_expanded(site_address, x, x_stride, rows, panel, y + 4 * PANEL * panel, y_stride, accumulate)
 
 
 @compiled_separately(6)
