@@ -103,7 +103,8 @@ class Speculation:
             self._plain_ms.setdefault(len(rows), deque(maxlen=_RECENT)).append(took_ms)
             self._draft_ms = None if self._draft_ms is None else _KEPT * self._draft_ms
         elif times := self._plain_ms.get(len(rows)):
-            added_ms = max(0.0, 1000 * (outcome.done_s - ended_s) - median(times)) / drafts
+            added_ms = (1000 * (outcome.done_s - ended_s) - median(times)) / drafts
+            added_ms = min(max(0.0, added_ms), 2 * median(times))  # where more, the machine has paused
             before_ms = added_ms if self._draft_ms is None else self._draft_ms
             self._draft_ms = before_ms + _LEARNED * (added_ms - before_ms)
 
