@@ -17,6 +17,7 @@ from caraserve.cpu.simd import (
     keep_from,
     load_f32,
     store_f32,
+    vadd,
     vexp,
     vfma,
     vload,
@@ -96,13 +97,12 @@ def _softmax(scores, low, high, scale, cap, slope, distance, best, total):  # ty
             vstore(scores + 4 * j, sums)
         return best, total, np.float32(1.0)
     shift = vsplat(new_best)
-    added = np.float32(0.0)
     for j in range(0, SPAN, LANES):
         weights = vexp(vsub(vload(scores + 4 * j), shift))
         vstore(scores + 4 * j, weights)
-        added += vsum(weights)
+        sums = vadd(sums, weights)
     rescale = np.float32(vsum(vexp(vsplat(best - new_best)))) / np.float32(LANES)
-    return new_best, total * rescale + added, rescale
+    return new_best, total * rescale + vsum(sums), rescale
 
 
 @kernel
