@@ -108,14 +108,14 @@ class _Dots:
     """Emits sums of products of 32 inputs for eight outputs. `added`: what a value is more than what is multiplied."""
 
     def __init__(self, kind: GroupedCodes, decoder: Decoder) -> None:
-        self.bits, self._table, self._chunk = kind.bits, None, decoder.layout.chunk
+        self.bits, self._table = kind.bits, list[int]()
         values = np.array(kind.values, np.float32)
         self.exponent, self.added = 0, int(decoder.lowest)
         if kind.bits == 8:
             self.added += 128
         elif not decoder.has_integers:
             self.exponent = next(power for power in (0, 1) if _are_bytes(np.ldexp(values, power)))
-            self._table, self.added = np.ldexp(values, self.exponent).astype(np.int64), 0
+            self._table, self.added = np.ldexp(values, self.exponent).astype(np.int64).tolist(), 0
 
     def emit(self, b: Any, codes: Any, x: Sequence[Any]) -> Any:
         """Returns eight int32. `codes`: address of the first chunk; x: addresses of eight words of a row."""
@@ -124,7 +124,7 @@ class _Dots:
             row = _splat_word(b, word)
             if not HAS_PERMUTES:
                 more = _slow_dot(b, values, row)
-            elif self.bits == 4 and self._table is None:
+            elif self.bits == 4 and not self._table:
                 one = _products(b, values, row)  # eight sums of two products of at most 15 · 127 fit in int16
                 shorts = one if shorts is None else b.add(shorts, one)
                 if index < len(x) - 1:
@@ -149,16 +149,16 @@ class _Dots:
         for word in loaded:
             for shifted in (word, b.lshr(word, _filled(_WORDS, 4))):
                 nibbles.append(b.and_(shifted, _filled(_WORDS, 0x0F0F0F0F)))
-        return nibbles if self._table is None else [self._looked_up(b, word) for word in nibbles]
+        return [self._looked_up(b, word) for word in nibbles] if self._table else nibbles
 
     def _looked_up(self, b: Any, word: Any) -> Any:
         if HAS_PERMUTES:
-            table = ir.Constant(_BYTES, [int(value) for value in self._table] * 2)
+            table = ir.Constant(_BYTES, self._table * 2)
             return b.bitcast(_call(b, "llvm.x86.avx2.pshuf.b", _BYTES, table, b.bitcast(word, _BYTES)), _WORDS)
         bytes_of = b.bitcast(word, _BYTES)
         found = _filled(_BYTES, 0)
         for code, value in enumerate(self._table):
-            found = b.select(b.icmp_signed("==", bytes_of, _filled(_BYTES, code)), _filled(_BYTES, int(value)), found)
+            found = b.select(b.icmp_signed("==", bytes_of, _filled(_BYTES, code)), _filled(_BYTES, value), found)
         return b.bitcast(found, _WORDS)
 
 
