@@ -13,8 +13,8 @@ from caraserve.lora.base_names import Likeness, likeness, names_of_base
 from caraserve.lora.folder_contents import NO_ADAPTERS, why_no_adapter
 from caraserve.lora.served_base import ServedBase
 from caraserve.model.families import read_config
-from caraserve.model.gguf.files import plain_name
-from caraserve.model.gguf.reader import names_in_file
+from caraserve.model.gguf.files import card_of, names_in, plain_name
+from caraserve.model.gguf.reader import opened_model
 from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.cache_folder import why_unwritable
 
@@ -117,7 +117,7 @@ def served_names(model: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:
     config.json or those in a GGUF file."""
     assert model.model is not None
     if model.model.is_file():
-        return names_of_base([*names, *names_in_file(model.model)])
+        return names_of_base([*names, *names_in(opened_model(model.model).metadata, model.model)])
     given = read_config(model.model).get("_name_or_path")
     return names_of_base([*names, str(model.model.resolve()), *([given] if isinstance(given, str) else [])])
 
@@ -130,6 +130,7 @@ def served_base(model: ModelConfig, lora: LoraConfig, names: Sequence[str], toke
         tokenizer.has_token,
         requires_name=lora.require_base_name,
         takes_templates=lora.adapter_chat_templates,
+        card=card_of(opened_model(model.model)) if model.model is not None and model.model.is_file() else {},
     )
 
 

@@ -2,10 +2,11 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from caraserve.core.adapter_facts import AdapterFacts
 from caraserve.core.adapter_rules import MAX_CHAT_TEMPLATE_BYTES
@@ -26,6 +27,7 @@ class ServedBase:
 
     `names`: of `names_of_base`. `template`: its chat template. `has_token`: returns whether its tokenizer has a token.
     `requires_name`: whether adapters must name it. `takes_templates`: whether adapters' own chat templates are used.
+    `card`: what its file says about where it comes from.
     """
 
     names: tuple[str, ...] = ()
@@ -33,6 +35,7 @@ class ServedBase:
     has_token: Callable[[str], bool] = lambda token: True
     requires_name: bool = False
     takes_templates: bool = False
+    card: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def is_other(self, facts: AdapterFacts) -> bool:
         """Returns whether an adapter was trained on another base model."""

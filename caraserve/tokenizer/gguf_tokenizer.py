@@ -116,9 +116,11 @@ class _Reader:
         self._metadata, self._name = metadata, name
         self._model = metadata.get(f"{_PREFIX}model")
         self.tokens = self._list("tokens", str, _MOST_TOKENS) or []
+        if not self.tokens:
+            raise self._refusal("tokens", f"must have all tokens of the model; {_INSTEAD}")
         self._types = self._list("token_type", int, len(self.tokens)) or [int(_Type.NORMAL)] * len(self.tokens)
-        if not self.tokens or len(self._types) != len(self.tokens):
-            raise self._refusal("tokens", f"must have an element for each of {len(self._types)} types")
+        if len(self._types) != len(self.tokens):
+            raise self._refusal("token_type", f"must have an element for each of {len(self.tokens)} tokens")
         if self._model == "llama":
             self.tokens = [_SPACE * len(one) if len(one) > 1 and not one.strip(" ") else one for one in self.tokens]
         self._ids = {token: index for index, token in enumerate(self.tokens)}

@@ -176,7 +176,12 @@ async def _sorted(names: dict[str, list[int]]) -> list[str]:
 
 
 def base_card(context: Context, name: str) -> dict[str, Any]:
-    """vLLM's model card of the base model."""
+    """vLLM's model card of the base model, with what a GGUF file says about itself."""
+    card = context.engine.catalog.rules.base.card
+    return _card(context, name) | ({"gguf": dict(card)} if card else {})
+
+
+def _card(context: Context, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -193,7 +198,7 @@ def base_card(context: Context, name: str) -> dict[str, Any]:
 def adapter_card(context: Context, adapter: AdapterInfo, *, shows_path: bool) -> dict[str, Any]:
     """vLLM's model card with an adapter's rank; `root` is where the weights are from, or the adapter's name for a
     client that does not learn paths of this machine; `parent` is its base model."""
-    return base_card(context, adapter.name) | {
+    return _card(context, adapter.name) | {
         "created": int(adapter.created_s),
         "root": adapter.path if shows_path else adapter.name,
         "parent": context.engine.base_name,

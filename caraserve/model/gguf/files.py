@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +13,7 @@ from caraserve.model.gguf_reader import GgufFile, GgufTensor
 from caraserve.model.opened_file import TensorFileError
 
 _PART = re.compile(r"(?P<name>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
-_MOST_PARTS = 1000
+_MOST_PARTS, _MOST_BASES, _MOST_CARD_CHARS = 1000, 8, 200
 _TOKENIZER = "tokenizer.ggml."  # before the keys of lists with an element for each token
 _QUANTISATION = re.compile(r"[-_.](?:i?q\d\w*|[fF]16|bf16|f32|mxfp4\w*|ud)$", re.IGNORECASE)
 Stamp = tuple[int, int, int]  # inode, bytes, time of the last change: another one is another file
@@ -75,9 +76,23 @@ def names_in(metadata: Mapping[str, Any], path: Path) -> tuple[str, ...]:
         if shorter == name:
             break
         name = shorter
-    keys = [f"general.base_model.{index}.{what}" for index in range(8) for what in ("name", "repo_url")]
+    keys = [f"general.base_model.{index}.{what}" for index in range(_MOST_BASES) for what in ("name", "repo_url")]
     found = [metadata.get(key) for key in ("general.name", "general.repo_url", *keys)]
     return (name, *(one.strip().replace(" ", "-") for one in found if isinstance(one, str) and one.strip()))
+
+
+def card_of(model: GgufModel) -> dict[str, Any]:
+    """Returns what a client may want to know of a model: architecture, types of its tensors by how many there are, and
+    what its metadata say about where it comes from."""
+    kinds = Counter(place.tensor.kind for place in model.tensors.values() if len(place.tensor.shape) > 1)
+    card: dict[str, Any] = {"architecture": model.architecture, "tensor_types": dict(kinds.most_common())}
+    for key in ("name", "size_label", "license", "organization", "repo_url"):
+        if isinstance(value := model.metadata.get(f"general.{key}"), str):
+            card[key] = value[:_MOST_CARD_CHARS]
+    bases = (model.metadata.get(f"general.base_model.{index}.name") for index in range(_MOST_BASES))
+    if found := [one[:_MOST_CARD_CHARS] for one in bases if isinstance(one, str)]:
+        card["base_models"] = found
+    return card
 
 
 def part_paths(path: Path) -> tuple[Path, ...]:

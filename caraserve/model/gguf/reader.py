@@ -16,7 +16,7 @@ from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, Dtype, to_float32
 from caraserve.model.folder_reader import StoredTensor, load_errors
 from caraserve.model.gguf.config import config_of
-from caraserve.model.gguf.files import GgufModel, names_in, open_model, stamp_of
+from caraserve.model.gguf.files import GgufModel, open_model, stamp_of
 from caraserve.model.gguf_reader import INTERLEAVED, GgufTensor
 from caraserve.model.linear_plan import interleaved_rows
 from caraserve.model.opened_file import OpenedFile, TensorFileError
@@ -171,11 +171,6 @@ def opened_model(path: Path) -> GgufModel:
     """Returns what the headers of a model's files say. Raises ModelLoadError."""
     with load_errors():
         return open_model(path)
-
-
-def names_in_file(path: Path) -> tuple[str, ...]:
-    """Returns the names of a model and of those that it was made from. Raises ModelLoadError."""
-    return names_in(opened_model(path).metadata, path)
 
 
 def gguf_config(path: Path) -> dict[str, Any]:
