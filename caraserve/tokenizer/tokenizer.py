@@ -6,6 +6,7 @@ batches of one, which block no other thread.
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,7 @@ ENCODED_IN_PLACE_CHARACTERS = 2048
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SHOWN_FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
 _MAX_JSON_BYTES = 64 << 20
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's token of a byte
 _SPACE_MARK = "\u2581"  # SentencePiece's visible space
 # The length of a text in tokens is first estimated from pieces of this size, at 10 ms each, so that only the beginning
 # of a far too long text is encoded. Pieces have a few more tokens than the whole, never twice as many.
@@ -204,8 +206,8 @@ class Tokenizer:
             return b"".join(
                 bytes([self._bytes_of_char[char]]) if char in self._bytes_of_char else char.encode() for char in token
             )
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes([int(token[3:5], 16)])
+        if (byte := _BYTE.fullmatch(token)) is not None:
+            return bytes.fromhex(byte[1])
         return str(token).replace(_SPACE_MARK, " ").encode()
 
     def token_text(self, token_id: int) -> str:
