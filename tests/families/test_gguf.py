@@ -8,12 +8,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 
-from caraserve.model.checkpoint import open_tensors
+from caraserve.lora.peft import inspect_adapter, read_adapter
+from caraserve.model.base_tensors import BaseTensors
+from caraserve.model.checkpoint import open_tensors, stored_tensors
 from caraserve.model.families import load_plan
+from caraserve.model.gguf_reader import GgufFile
 from tests.families import gguf_models
 from tests.families.cases import CASES, Case, arguments_of
 from tests.families.model import TOKENS, logits_of, randomise
+from tests.model.gguf_files import header
 from tests.plans.executor import Executor
 
 # What the converter does not write, or GGUF's architecture does not have.
@@ -58,3 +63,59 @@ def test_a_model_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> 
     model = model_of(replace(case, fields=case.fields | _LEFT_OUT.get(name, {})))
     found, exact = logits_in(gguf_models.write(model, tmp_path / "model.gguf")), logits_of(model)
     assert np.abs(found - exact).max() < 1e-4 * exact.std()
+
+
+_KINDS = {"Q4_0": (2, 18, 60), "Q8_0": (8, 34, 700)}  # number of the type, bytes of a block of 32, inverse of a scale
+
+
+def quantise(path: Path) -> None:
+    """Replaces the matrices of a GGUF file by random blocks of two types."""
+    rng = np.random.default_rng(1)
+    with GgufFile(path) as file:
+        metadata, tensors = file.metadata, {name: file.raw(name) for name in file.names}
+    listed, content = [], b""
+    for index, (name, values) in enumerate(tensors.items()):
+        kind, stored = 0, values.tobytes()
+        if values.ndim == 2:
+            kind, num_bytes, inverse = _KINDS["Q8_0" if index % 2 else "Q4_0"]
+            made = rng.integers(0, 256, (values.size // 32, num_bytes), np.uint8)
+            made[:, :2] = (rng.uniform(0.3, 1, (len(made), 1)) / inverse).astype(np.float16).view(np.uint8)
+            stored = made.tobytes()
+        listed.append((name, values.shape, kind, len(content)))
+        content += stored + bytes(-len(stored) % 32)
+    path.write_bytes(header(metadata, listed) + content)
+
+
+def with_values_of(model: Any, path: Path) -> Any:
+    """Returns a model of transformers with the values that a file's blocks stand for."""
+    plan, stored, state = load_plan(path), stored_tensors(path), model.state_dict()
+    for name, in_file in plan.names_in_file.items():
+        with stored.open(in_file) as (rows, _):
+            state[name] = torch.tensor(rows(0, stored.shape(in_file)[0]))
+    model.load_state_dict(state)
+    return model
+
+
+def test_blocks_give_what_their_values_give_also_with_an_adapter_that_needs_norms(tmp_path: Path) -> None:
+    """DoRA divides by the norms of the base's rows."""
+    model = model_of(replace(CASES["llama"], fields={"intermediate_size": 64}))
+    path = gguf_models.write(model, tmp_path / "model.gguf")
+    quantise(path)
+    model = with_values_of(model, path)
+    exact = logits_of(model)
+    assert np.abs(logits_in(path) - exact).max() < 1e-4 * exact.std()
+    model.save_pretrained(tmp_path / "folder")
+    fields = LoraConfig(target_modules=["q_proj", "down_proj"], r=4, use_dora=True, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, fields)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.create_or_update_model_card = lambda folder: None
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    images = []
+    for base in (path, tmp_path / "folder"):
+        plan = load_plan(base)
+        tensors = BaseTensors(base, plan)
+        into = np.zeros(inspect_adapter(tmp_path / "adapter", plan, tensors).num_bytes, np.uint8)
+        images.append(bytes(read_adapter(tmp_path / "adapter", plan, into, tensors).data))
+    assert images[0] == images[1]
