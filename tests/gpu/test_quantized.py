@@ -19,15 +19,20 @@ from caraserve.gpu.checkpoint import load_checkpoint
 from caraserve.gpu.linear import quantized as quantized_linear
 from caraserve.gpu.linear.base import Linear, RoundedRows
 from caraserve.gpu.linear.dense import DenseLinear
+from caraserve.gpu.linear.formats import class_of
+from caraserve.gpu.linear.fp8 import Fp8Linear
+from caraserve.gpu.linear.grouped import GroupedCodesClass
 from caraserve.gpu.linear.int8 import Int8Linear
 from caraserve.gpu.linear.mixed import MixedLinear
+from caraserve.gpu.linear.mxfp4 import Mxfp4
 from caraserve.gpu.linear.quantized import QuantizedLinear
 from caraserve.gpu.weights import Weights, dummy, load, num_bytes
 from caraserve.model.dtype import Code
 from caraserve.model.families import load_plan, plan_of
 from caraserve.model.formats.fp8 import Fp8
 from caraserve.model.formats.int8 import Int8
-from caraserve.model.formats.scaled_codes import Inputs
+from caraserve.model.formats.mxfp4 import MXFP4
+from caraserve.model.formats.scaled_codes import BlockCodes, Inputs
 from caraserve.model.plan import DecoderPlan
 from tests.gpu.host_backend import GRANULE_BYTES, serving
 from tests.gpu.host_device import host_device
@@ -212,6 +217,16 @@ def test_torch_multiplies_no_widths_that_are_not_multiples_of_16(
     bias = None if linear.bias is None else linear.bias[:40]
     replace(linear, weight=linear.weight[:40], scale=linear.scale[:40], bias=bias).apply(x, part, rounded)
     torch.testing.assert_close(part.float(), whole[:, :40].float(), atol=0.02, rtol=0.02)
+
+
+def test_formats_that_round_inputs_have_their_own_class_and_blocks_of_bytes_that_of_grouped_codes() -> None:
+    for inputs in Inputs:
+        assert class_of(Fp8(inputs)) is Fp8Linear
+        assert class_of(Int8(inputs)) is Int8Linear
+    assert class_of(MXFP4) is Mxfp4
+    for rows in (1, 128):
+        for code in (Code.F8_E4M3, Code.I8):
+            assert isinstance(class_of(BlockCodes.of(code, rows, 128, ".weight_scale_inv")), GroupedCodesClass)
 
 
 def test_the_memory_of_quantised_weights_is_counted_exactly() -> None:

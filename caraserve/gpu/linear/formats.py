@@ -42,11 +42,12 @@ def register(name: str, linear: LinearClass) -> None:
 
 def class_of(stored: WeightFormat) -> LinearClass:
     """Returns the class of a format. Raises ModelLoadError if there is none."""
+    # Fp8, Int8 and Mxfp4 are grouped codes too, but these classes round inputs, or make numbers of experts.
+    if stored.name in _CLASSES:
+        return _CLASSES[stored.name]
     if isinstance(stored, GroupedFormat):
         return GroupedCodesClass(stored)
-    if stored.name not in _CLASSES:
-        raise ModelLoadError(f"weights of format {stored.name} cannot be computed on a GPU; {', '.join(_CLASSES)} can")
-    return _CLASSES[stored.name]
+    raise ModelLoadError(f"weights of format {stored.name} cannot be computed on a GPU; {', '.join(_CLASSES)} can")
 
 
 def load_linear(loader: LinearLoader, linears: Sequence[LinearPlan]) -> Linear:
