@@ -14,7 +14,7 @@ from caraserve.core.adapter_rules import ADAPTER_NAME
 
 MAX_MEMBERS = 8
 _MARKS = re.compile(r"[*+]")  # no adapter's name has them
-_WEIGHT = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE]-?[0-9]+)?")
+_WEIGHT = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]-?[0-9]+)?")
 
 Weighted = tuple[str, float]
 
@@ -30,25 +30,27 @@ def read_combination(text: str) -> list[Weighted]:
     parts = [part.strip() for part in text.split("+")]
     if len(parts) > MAX_MEMBERS:
         raise ValueError(f"it has {len(parts)} adapters, and {MAX_MEMBERS} are the most")
-    return [_read_part(part) for part in parts]
+    members = [_read_part(part) for part in parts]
+    if not math.isfinite(sum(abs(weight) for _, weight in members)):
+        raise ValueError("the weights are too large")
+    return members
 
 
 def _read_part(part: str) -> Weighted:
     name, mark, weight = (one.strip() for one in part.partition("*"))
     if not name or (mark and not _WEIGHT.fullmatch(weight)):
         raise ValueError(f"{part[:80]!r} is not NAME or NAME*WEIGHT, such as sql*0.7")
-    value = float(weight) if mark else 1.0
-    if not math.isfinite(value):
-        raise ValueError(f"the weight {weight[:80]} is too large")
-    return name, value
+    return name, float(weight) if mark else 1.0
 
 
 def summed(members: Iterable[Weighted]) -> list[Weighted]:
-    """Returns each adapter once, in the order of names, without those whose weights add up to 0."""
-    weights: dict[str, float] = {}
+    """Returns each adapter once, in the order of names, without those whose weights add up to 0. The order of
+    `members` changes nothing."""
+    weights: dict[str, list[float]] = {}
     for name, weight in members:
-        weights[name] = weights.get(name, 0.0) + weight
-    return sorted((name, weight) for name, weight in weights.items() if weight)
+        weights.setdefault(name, []).append(weight)
+    totals = ((name, math.fsum(some)) for name, some in weights.items())  # each is rounded once, in any order
+    return sorted((name, total) for name, total in totals if total)
 
 
 def combined_name(members: Iterable[Weighted]) -> str:

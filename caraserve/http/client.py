@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from caraserve.core.combined_names import is_combined, members_of
 from caraserve.core.tenant import Tenant
 from caraserve.util.tasks import TURN_OWNER
 
@@ -35,8 +36,11 @@ class Client:
     owns_cache: bool = False  # whether it shares no cached prompts with other clients
 
     def may_use(self, adapter: str | None) -> bool:
-        """Whether it may use an adapter; None: the base model."""
-        return self.base_model if adapter is None else name_pattern(self.adapters).fullmatch(adapter) is not None
+        """Whether it may use an adapter, or each one of a combination; None: the base model."""
+        if adapter is None:
+            return self.base_model
+        names = [name for name, _ in members_of(adapter)] if is_combined(adapter) else [adapter]
+        return bool(names) and all(map(name_pattern(self.adapters).fullmatch, names))
 
     @property
     def may_use_all(self) -> bool:

@@ -46,3 +46,13 @@ def test_beyond_the_bound_a_clients_new_adapters_share_a_row() -> None:
         counters.observe(request(client), finish())
     found = {(client, adapter): row.requests for client, adapter, row in counters.rows()}
     assert found == {("c", "a"): 2, ("c", "b"): 1, ("c", OTHERS): 2, ("d", OTHERS): 1, (OTHERS, OTHERS): 2}
+
+
+def test_a_clients_combinations_beyond_their_bound_share_a_row() -> None:
+    counters = UsageCounters(most_combinations=2)
+    for weight in (0.5, 0.25, 0.125, 2.0, 0.5):
+        counters.observe(request("c", f"a*{weight}"), finish())
+    for client, adapter in (("c", "a"), ("d", "a*2.0")):
+        counters.observe(request(client, adapter), finish())
+    found = {(client, adapter): row.requests for client, adapter, row in counters.rows()}
+    assert found == {("c", "a*0.5"): 2, ("c", "a*0.25"): 1, ("c", OTHERS): 2, ("c", "a"): 1, ("d", "a*2.0"): 1}

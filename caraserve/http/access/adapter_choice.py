@@ -111,6 +111,11 @@ def _find_combination(request: web.Request, model: str) -> AdapterInfo | None:
     weighted = summed(members)
     if not weighted:
         return None
+    if not request[CLIENT].may_use(None) and any(weight != 1.0 for _, weight in weighted):
+        raise InvalidRequest(  # with the weight 1e-9 the base model would answer
+            "This key may not use the base model, so its combinations have adapters with the weight 1 only.",
+            param="model",
+        )
     if combined_name(weighted) in found:
         return found[combined_name(weighted)]
     combination = combination_of([(found[name], weight) for name, weight in weighted])
@@ -279,7 +284,9 @@ def _weighted(entry: Any, where: str) -> Weighted:
             f"{where}.id must be an adapter's name, not {shown(name)}; GET /v1/models lists them.", param="lora"
         )
     if type(scale) not in (int, float) or not abs(scale) <= _MAX_SCALE:
-        raise InvalidRequest(f"{where}.scale must be a number, not {shown(scale)}.", param="lora")
+        raise InvalidRequest(
+            f"{where}.scale must be a number of at most {_MAX_SCALE:g} either way, not {shown(scale)}.", param="lora"
+        )
     return name, float(scale)
 
 

@@ -235,8 +235,8 @@ async def test_a_change_of_the_adapters_reaches_every_list(keys_file: Path) -> N
         *({"model": name} for name in ("{}", f"{BASE}:{{}}")),
         *({field: "{}"} for field in ("lora_path", "adapter_id")),
         {"lora": [{"id": "{}"}]},
-        {"lora": [{"id": "legal", "scale": 0.5}, {"id": "{}", "scale": 0.5}]},
-        {"model": "sql-v2*0.5+{}*0.5"},
+        {"lora": [{"id": "legal"}, {"id": "{}"}]},
+        {"model": "sql-v2+{}"},
         {"model": "legal+{}*0"},
         {"model": "sql-v1", "lora_path": "{}"},
     ],
@@ -271,6 +271,31 @@ async def test_the_base_model_may_be_withheld(keys_file: Path) -> None:
         assert (await client.complete(**named, headers=bearer(SQL))).status == 200
         assert (await client.get(f"/v1/models/{BASE}", headers=bearer(SQL))).status == 404
         assert (await client.complete(headers=bearer(BASE_ONLY))).status == 200
+
+
+async def test_weights_by_which_the_base_model_would_answer_are_withheld_with_it(keys_file: Path) -> None:
+    async with serving(engine(), api_key_file=keys_file) as client:
+        for naming in ({"model": "sql-v1*1e-9"}, {"lora": [{"id": "sql-v1", "scale": 0.5}]}):
+            refused = await client.complete(**naming, headers=bearer(SQL))
+            assert (refused.status, refused.error["param"]) == (400, next(iter(naming)))
+            assert "may not use the base model" in refused.error["message"]
+        assert (await client.complete(model="sql-v1+legal", headers=bearer(SQL))).status == 200
+        assert (await client.complete(model="sql-v1*0.5", headers=bearer(ADMIN))).status == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "may_use"),
+    [
+        ("legal*0.5+sql-v1", True),
+        ("sql-v1*0.5", True),
+        ("secret+sql-v1", False),
+        ("sql-v1+zecret*0.5", False),  # which the pattern sql-* matches as a text
+        ("sql-v1+", False),
+        ("sql-*", False),
+    ],
+)
+def test_a_combination_is_shown_to_a_key_that_may_use_all_of_its_adapters(name: str, may_use: bool) -> None:
+    assert Client("sql", adapters=("sql-*", "legal")).may_use(name) is may_use
 
 
 async def test_no_page_shows_an_adapter_that_a_key_may_not_use(keys_file: Path) -> None:
