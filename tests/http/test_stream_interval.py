@@ -1,11 +1,14 @@
 """`--stream-interval`: fewer events with the same contents, in every API, from a real engine."""
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 
 from caraserve import demo
+from caraserve.engine.stats import EngineObservers
 from caraserve.http.app import make_app, start_http
 from tests.http.serving import http_config, new_metrics
 from tests.serving import engine_config, lora_config, model_config, running
@@ -52,25 +55,36 @@ def logprobs_of(events: list[dict[str, Any]]) -> list[Any]:
     ]
 
 
-async def streamed(interval: int) -> dict[str, list[dict[str, Any]]]:
-    """Returns the events of one stream of each API."""
+@asynccontextmanager
+async def serving(interval: int, observers: EngineObservers | None = None) -> AsyncIterator[aiohttp.ClientSession]:
+    """Serves the demo's model; the engine has ended its requests when the context has ended."""
     config = http_config(stream_interval=interval)
-    found = {}
-    async with running(model_config(demo.model_folder()), lora_config({}), engine_config()) as engine:
+    async with running(model_config(demo.model_folder()), lora_config({}), engine_config(), observers) as engine:
         runner, port = await start_http(make_app(engine, config, new_metrics(), allow_lora_updates=False), config)
         try:
             async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
-                for path, body in _BODIES.items():
-                    sent = body | _SAMPLING if path != "/v1/messages" else body | {"stream": True, "temperature": 0}
-                    if path == "/v1/responses":
-                        sent = {name: value for name, value in sent.items() if name != "seed"}
-                    async with session.post(path, json=sent) as answer:
-                        lines = (await answer.text()).splitlines()
-                        assert answer.status == 200, lines
-                        datas = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
-                        found[path] = [json.loads(data) for data in datas]
+                yield session
+            await engine.drain(10.0)
         finally:
             await runner.cleanup()
+
+
+async def events_of(session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async with session.post(path, json=body) as answer:
+        lines = (await answer.text()).splitlines()
+        assert answer.status == 200, lines
+        return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+async def streamed(interval: int) -> dict[str, list[dict[str, Any]]]:
+    """Returns the events of one stream of each API."""
+    found = {}
+    async with serving(interval) as session:
+        for path, body in _BODIES.items():
+            sent = body | _SAMPLING if path != "/v1/messages" else body | {"stream": True, "temperature": 0}
+            if path == "/v1/responses":
+                sent = {name: value for name, value in sent.items() if name != "seed"}
+            found[path] = await events_of(session, path, sent)
     return found
 
 
@@ -98,3 +112,24 @@ async def test_the_first_token_is_an_event_of_its_own() -> None:
     events = (await streamed(8))["/v1/completions"]
     first = next(event["choices"][0] for event in events if event["choices"][0]["index"] == 0)
     assert len(first["logprobs"]["tokens"]) == 1
+
+
+async def test_an_interval_shows_nothing_after_a_stop_string() -> None:
+    path, body = "/v1/completions", {"prompt": "The sea is", "max_tokens": 30} | _SAMPLING
+    async with serving(8) as session:
+        whole = text_of(path, await events_of(session, path, body))[0]
+        for at in range(4, len(whole) - 3, 9):
+            stop = whole[at : at + 3]
+            events = await events_of(session, path, body | {"stop": stop})
+            assert text_of(path, events)[0] == whole[: whole.index(stop)]
+            last = events[-1]["choices"][0]
+            assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
+
+
+async def test_a_client_that_leaves_within_an_interval_ends_its_answer() -> None:
+    body, computed = {"prompt": "The sea is", "max_tokens": 900, "ignore_eos": True} | _SAMPLING, list[int]()
+    observers = EngineObservers(iterations=[lambda rows, _: computed.extend(row.count for _, row in rows)])
+    async with serving(1 << 20, observers) as session, session.post("/v1/completions", json=body) as answer:
+        await answer.content.readuntil(b"\n\n")
+        answer.close()
+    assert 0 < sum(computed) < 900
