@@ -11,7 +11,7 @@ batch.
 
 import inspect
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.binding
@@ -205,6 +205,16 @@ def make_intrinsic(name: str, num_args: int, signature: Any, codegen: Callable[.
     return intrinsic(typing)
 
 
+def make_void_intrinsic(name: str, num_args: int, emit: Callable[[Any, Sequence[Any]], None]) -> Any:
+    """Makes an intrinsic of int64 arguments; `emit(builder, arguments)` emits it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit(builder, arguments)
+        return context.get_dummy_value()
+
+    return make_intrinsic(name, num_args, types.void(*[types.int64] * num_args), codegen)
+
+
 def _vector_op(num_args: int, emit: Callable[..., Any], result: Any = v16, last: Any = v16) -> Any:
     """Makes an intrinsic over V16 arguments (`last`: the type of the last one)."""
 
@@ -352,8 +362,7 @@ load_f32, store_f32 = _scalar_load(types.float32, F32), _scalar_store(types.floa
 load_u16, store_u16 = _scalar_load(types.uint16, _I16), _scalar_store(types.uint16, _I16)
 load_i32 = _scalar_load(types.int32, I32)
 load_i64 = _scalar_load(types.int64, I64)
-store_i64, store_i32 = _scalar_store(types.int64, I64), _scalar_store(types.int32, I32)
-store_u8 = _scalar_store(types.uint8, ir.IntType(8))
+store_i64 = _scalar_store(types.int64, I64)
 
 
 @intrinsic

@@ -10,7 +10,10 @@ from caraserve.model.formats.grouped import values_of
 from tests.cpu.test_grouped import Floats, Site, made
 
 OUTPUTS, INPUTS = PANEL + 36, 2304
-INTEGERS = ("centred", "added", "nested", "zeros", "curve", "halves and powers", "int8")
+INTEGERS = (
+    *("centred", "added", "nested", "zeros", "curve", "halves and powers", "halves and divisors", "int8"),
+    *("five bits", "five bits, nested", "six bits, nested"),
+)
 
 
 def rounded_to_int8(x: Floats) -> Floats:
@@ -41,7 +44,7 @@ def test_a_product_is_that_of_the_rounded_rows(name: str) -> None:
             assert alone.tobytes() == found[row : row + 1].tobytes()
 
 
-@pytest.mark.parametrize("name", ["centred", "int8"])
+@pytest.mark.parametrize("name", ["centred", "five bits", "six bits, nested", "int8"])
 def test_the_largest_codes_do_not_overflow(name: str) -> None:
     kind, matrix = made(name, OUTPUTS, INPUTS)
     for code in (0, 1 << kind.bits - 1, (1 << kind.bits) - 1):
@@ -63,7 +66,7 @@ def test_a_row_that_is_not_finite_stays_so(value: float) -> None:
     assert np.isnan(found[:, :OUTPUTS]).all()
 
 
-@pytest.mark.parametrize("name", ["six bits, nested", "numbers, rounded", "fp8"])
+@pytest.mark.parametrize("name", ["numbers, rounded", "fp8"])
 def test_other_codes_are_multiplied_exactly(name: str) -> None:
     kind, _ = made(name, 4, 256)
     assert int8_kernels_of(kind) is kernels_of_codes(kind)

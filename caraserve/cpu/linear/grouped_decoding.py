@@ -8,6 +8,7 @@ converted alike if they are small integers or halves of such, and as numbers oth
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from caraserve.model.formats.grouped import GroupedCodes, Offset, Scale
 
 _SCALE_BITS = {Scale.F16: 11, Scale.BF16: 8, Scale.E8M0: 1, Scale.NESTED: 19, Scale.F32: 24, Scale.E4M3: 24}
 _FP8_EXPONENT = -120  # 2^120: a code's value over that of the fp32 number with its exponent and fraction
-_UNSHIFTED = {4: 4, 5: 3, 6: 3, 8: 3}  # codes that are converted in their places before a word is shifted
+_UNSHIFTED = {4: 4, 8: 3}  # codes that are converted in their places before a word is shifted
 Place = tuple[int, int]  # of a code in a word: shift to the right, and position then
 
 
@@ -57,7 +58,7 @@ def numbers_of(kind: GroupedCodes) -> tuple[Numbers, NDArray[np.uint8]]:
     order = np.argsort(values, kind="stable")
     if np.array_equal(values[order] - values[order[0]], np.arange(1 << kind.bits)):
         kept[order] = np.arange(1 << kind.bits)
-        return _integers(kind.bits, float(values[order[0]])), kept
+        return _integers(4 if kind.bits == 4 else 8, float(values[order[0]])), kept
     if kind.bits != 4:
         raise ValueError(f"codes of {kind.bits} bits that are no integers have no kernels")
     for exponent in (0, 1):
@@ -73,6 +74,19 @@ def _integers(bits: int, lowest: float) -> Numbers:
     count, unshifted = 32 // bits, _UNSHIFTED[bits]
     places = tuple((index // unshifted * unshifted * bits, index % unshifted * bits) for index in range(count))
     return Numbers(places, lambda b, word, index: _converted(b, word, places[index], bits), lowest)
+
+
+def emit_joined(b: Any, low: Any, rest: Any, number: int, parity: int, high: int) -> Any:
+    """Returns words of four bytes: the codes of even or odd index of word `number` of a chunk. `low`, `rest`: that word
+    and the chunk's last one; `high`: the bits of a code in the latter."""
+
+    def const(value: int) -> Any:
+        return ir.Constant(low.type, [value] * low.type.count)
+
+    by = 4 - (2 * number + parity) * high
+    moved = b.shl(rest, const(by)) if by > 0 else b.lshr(rest, const(-by)) if by else rest
+    fours = b.and_(b.lshr(low, const(4)) if parity else low, const(0x0F0F0F0F))
+    return b.or_(fours, b.and_(moved, const(((1 << high) - 1 << 4) * 0x01010101)))
 
 
 def _converted(b: Any, word: Any, place: Place, bits: int) -> Any:
@@ -209,21 +223,18 @@ class Decoder:
 
     def steps(self) -> list[Step]:
         """Returns the steps of a chunk, in the order of inputs."""
-        words, count = self.layout.words, len(self._numbers.places)
-        steps = [Step((word,), count, self._of_word) for word in range(words)]
-        rest = self.layout.inputs - words * count
-        return [*steps, Step(tuple(range(words)), rest, self._of_rest)] if rest else steps
+        last = self.layout.words - 1
+        if not self.layout.high:
+            return [Step((word,), len(self._numbers.places), self._of_word) for word in range(last + 1)]
+        return [Step((word, last), 8, partial(self._of_joined, word)) for word in range(last)]
 
     def _of_word(self, b: Any, words: Sequence[Any], constants: Sequence[Any], index: int) -> Any:
         number, (_, position) = self._numbers.emit(b, words[0], index), self._numbers.places[index]
         return self._weight(b, number, position, constants)
 
-    def _of_rest(self, b: Any, words: Sequence[Any], constants: Sequence[Any], index: int) -> Any:
-        """Decodes a code that is made of the two highest bits of words."""
-        rest, position = b.lshr(words[0], _ints(30)), self._kind.bits * index
-        for number, word in enumerate(words[1:], 1):
-            rest = b.or_(rest, b.and_(b.lshr(word, _ints(30 - 2 * number)), _ints(3 << 2 * number)))
-        return self._weight(b, _converted(b, rest, (0, position), self._kind.bits), position, constants)
+    def _of_joined(self, word: int, b: Any, words: Sequence[Any], constants: Sequence[Any], index: int) -> Any:
+        joined = emit_joined(b, words[0], words[1], word, index % 2, self.layout.high)
+        return self._of_word(b, [joined], constants, index // 2)
 
     def _weight(self, b: Any, number: Any, position: int, constants: Sequence[Any]) -> Any:
         """Returns rounded(fma(value, scale, offset))."""

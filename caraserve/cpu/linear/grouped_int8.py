@@ -1,6 +1,6 @@
-"""Grouped codes of 4 and 8 bits times rows of int8: sums of integers for each 32 inputs, then scaled in fp32.
+"""Grouped codes times rows of int8: sums of integers for each 32 inputs, or 16 in smaller groups, then scaled in fp32.
 
-For each block of 32 inputs, in order, with the sum of products of codes `dot`, and the `sum` of the row's codes:
+For each such block of inputs, in order, with the sum of products of codes `dot`, and the `sum` of the row's codes:
 
     y = fma(dot + lowest value · sum, row's scale · scale, y)      and, if there is an offset,
     y = fma(row's scale · sum, offset, y)
@@ -9,7 +9,7 @@ The order is the same for any number of rows.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,7 @@ from caraserve.cpu.jit import compiled_separately, made_for
 from caraserve.cpu.linear.base import WeightKernels
 from caraserve.cpu.linear.expanding import add_sums
 from caraserve.cpu.linear.grouped import globals_of, kernels_of_codes, name_of
-from caraserve.cpu.linear.grouped_decoding import Decoder
-from caraserve.cpu.linear.grouped_tiles import tile
+from caraserve.cpu.linear.grouped_decoding import Decoder, emit_joined
 from caraserve.cpu.linear.int8_rows import BLOCK, BLOCK_BYTES, quantise, row_bytes
 from caraserve.cpu.simd import (
     DTYPE_F32,
@@ -37,6 +36,7 @@ from caraserve.cpu.simd import (
     emit_splat,
     emit_store,
     i64,
+    make_void_intrinsic,
     offset,
     pointer,
     vsplat,
@@ -47,7 +47,7 @@ from caraserve.cpu.tiles import stack_bytes
 from caraserve.cpu.weight_memory import WeightMemory
 from caraserve.model.dtype import Dtype
 from caraserve.model.formats import Matrix
-from caraserve.model.formats.grouped import SUPER_GROUP, GroupedCodes, Offset
+from caraserve.model.formats.grouped import SUPER_GROUP, GroupedCodes, Offset, Scale
 
 _VECTORS, _VECTOR_BYTES = PANEL // LANES, 4 * LANES
 _HALF = LANES // 2
@@ -62,6 +62,7 @@ def _unset(*arguments: Any) -> Any:
 
 _constants = _held = _dots = _unset
 _DIVISORS = _ABOVE = _SCALES = _CHUNK = _INPUTS = np.int64(0)
+_UNIT = np.int64(0)  # inputs of a block
 _PAIRED = np.int64(0)  # 1: inputs with an even index come first
 _SUPER = np.int64(SUPER_GROUP)
 
@@ -105,10 +106,10 @@ def _slow_dot(b: Any, values: Any, x: Any) -> Any:
 
 
 class _Dots:
-    """Emits sums of products of 32 inputs for eight outputs. `added`: what a value is more than what is multiplied."""
+    """Emits sums of products of `unit` inputs for eight outputs. `added`: a value less what is multiplied for it."""
 
     def __init__(self, kind: GroupedCodes, decoder: Decoder) -> None:
-        self.bits, self._table = kind.bits, list[int]()
+        self.unit, self._layout, self._table = unit_of(kind), decoder.layout, list[int]()
         values = np.array(kind.values, np.float32)
         self.exponent, self.added = 0, int(decoder.lowest)
         if kind.bits == 8:
@@ -116,35 +117,43 @@ class _Dots:
         elif not decoder.has_integers:
             self.exponent = next(power for power in (0, 1) if _are_bytes(np.ldexp(values, power)))
             self._table, self.added = np.ldexp(values, self.exponent).astype(np.int64).tolist(), 0
+        self._at_once = 32767 // (2 * 127 * ((1 << kind.bits) - 1)) or 1  # sums of two products that fit in int16
 
     def emit(self, b: Any, codes: Any, x: Sequence[Any]) -> Any:
-        """Returns eight int32. `codes`: address of the first chunk; x: addresses of eight words of a row."""
-        total = shorts = None
-        for index, (values, word) in enumerate(zip(self._values(b, codes), x, strict=True)):
+        """Returns eight int32. `codes`: address of the first chunk; x: addresses of the words of a row."""
+        total, shorts, words = None, list[Any](), self._values(b, codes)
+        for index, (values, word) in enumerate(zip(words, x, strict=True), 1):
             row = _splat_word(b, word)
             if not HAS_PERMUTES:
                 more = _slow_dot(b, values, row)
-            elif self.bits == 4 and not self._table:
-                one = _products(b, values, row)  # eight sums of two products of at most 15 · 127 fit in int16
-                shorts = one if shorts is None else b.add(shorts, one)
-                if index < len(x) - 1:
-                    continue
-                more = _added_up(b, shorts)
-            else:
+            elif self._layout.bits == 8 or self._table:
                 more = _added_up(b, _signed_products(b, values, row))
+            else:
+                shorts.append(_products(b, values, row))
+                if index % self._at_once and index < len(words):
+                    continue
+                more = _added_up(b, reduce(b.add, shorts))
+                shorts.clear()
             total = more if total is None else b.add(total, more)
         return total
 
     def _values(self, b: Any, codes: Any) -> list[Any]:
         """Returns words of four bytes, in the order of a row's words."""
-        count = BLOCK * self.bits // 32
-        loaded = []
-        for index in range(count):
+        layout, loaded = self._layout, list[Any]()
+        for index in range(self.unit // layout.inputs * layout.words):
             word = b.load(pointer(b, offset(b, codes, i64(4 * PANEL * index)), _WORDS))
             word.align = 4
             loaded.append(word)
-        if self.bits == 8:
+        if layout.bits == 8:
             return [b.xor(word, _filled(_WORDS, -0x7F7F7F80)) for word in loaded]
+        if layout.high:
+            chunks = (loaded[first : first + layout.words] for first in range(0, len(loaded), layout.words))
+            return [
+                emit_joined(b, word, chunk[-1], number, parity, layout.high)
+                for chunk in chunks
+                for number, word in enumerate(chunk[:-1])
+                for parity in (0, 1)
+            ]
         nibbles = []
         for word in loaded:
             for shifted in (word, b.lshr(word, _filled(_WORDS, 4))):
@@ -162,6 +171,12 @@ class _Dots:
         return b.bitcast(found, _WORDS)
 
 
+def unit_of(kind: GroupedCodes) -> int:
+    """Returns the inputs of a block: half of a row's for Q6_K and NVFP4, which have groups of 16 without offsets."""
+    has_groups_of_16 = kind.offset is Offset.NONE and (kind.bits == 6 or kind.scale is Scale.E4M3)
+    return BLOCK // 2 if has_groups_of_16 else BLOCK
+
+
 def _are_bytes(values: Any) -> bool:
     return bool((values == np.rint(values)).all() and values.min() >= -128 and values.max() < 128)
 
@@ -174,19 +189,28 @@ def _splat_word(b: Any, address: Any) -> Any:
 
 
 def dots_tile(kind: GroupedCodes, decoder: Decoder) -> Any:
-    """Intrinsic `(codes, constants, x, blocks, count, sums)`: adds the products of `count` blocks of a group to
-    sums[64]. x, blocks: addresses of a row's codes, and of its scales and sums."""
+    """Intrinsic `(codes, constants, x, blocks, first, count, sums)`: adds the products of `count` blocks of a group to
+    sums[64]. x: address of a row's codes for them; blocks: of all scales and sums of the row; first: number of the
+    first block in the row."""
     dots = _Dots(kind, decoder)
+    unit, per_row_block = dots.unit, BLOCK // dots.unit
 
     def emit(b: Any, arguments: Sequence[Any]) -> None:
-        codes, constants, x, blocks, count, sums = arguments
+        codes, constants, x, blocks, first, count, sums = arguments
         with cgutils.for_range(b, count) as loop:
-            at = offset(b, blocks, b.mul(loop.index, i64(BLOCK_BYTES)))
+            number = b.add(first, loop.index)
+            at = offset(b, blocks, b.mul(b.udiv(number, i64(per_row_block)), i64(BLOCK_BYTES)))
             scale, scaled_sum = (emit_splat(b, b.load(pointer(b, offset(b, at, i64(by)), F32))) for by in (0, 4))
-            more = b.mul(b.load(pointer(b, offset(b, at, i64(8)), I32)), I32(dots.added))
-            row = offset(b, x, b.mul(loop.index, i64(BLOCK)))
-            words = [offset(b, row, i64(4 * index)) for index in range(BLOCK // 4)]
-            chunk = offset(b, codes, b.mul(loop.index, i64(PANEL * BLOCK * kind.bits // 8)))
+            if per_row_block == 1:
+                halves = [b.load(pointer(b, offset(b, at, i64(by)), I32)) for by in (8, 12)]
+                row_sum = b.add(*halves)
+            else:
+                half = b.mul(b.urem(number, i64(per_row_block)), i64(4))
+                row_sum = b.load(pointer(b, offset(b, offset(b, at, i64(8)), half), I32))
+            more = b.mul(row_sum, I32(dots.added))
+            row = offset(b, x, b.mul(loop.index, i64(unit)))
+            words = [offset(b, row, i64(4 * index)) for index in range(unit // 4)]
+            chunk = offset(b, codes, b.mul(loop.index, i64(unit // decoder.layout.inputs * decoder.layout.chunk)))
             with cgutils.for_range(b, i64(_VECTORS)) as vectors:
                 lane = b.mul(vectors.index, i64(_VECTOR_BYTES))
                 halves = [
@@ -206,7 +230,7 @@ def dots_tile(kind: GroupedCodes, decoder: Decoder) -> Any:
                     total = emit_fma(b, scaled_sum, added, total)
                 emit_store(b, total, to)
 
-    return tile("grouped_dots", 6, emit)
+    return make_void_intrinsic("grouped_dots", 7, emit)
 
 
 def _splat_number(b: Any, number: Any) -> Any:
@@ -236,8 +260,8 @@ def _product(site_address, x, x_stride, rows, first_panel, end_panel, y, y_strid
                 size = min(group, inputs - position)
                 for row in range(count):
                     at = x + (first + row) * x_stride
-                    blocks = at + 2 * inputs + position // 32 * 16
-                    _dots(codes, held, at + _PAIRED * inputs + position, blocks, size // 32, sums + 4 * PANEL * row)
+                    x_codes, to = at + _PAIRED * inputs + position, sums + 4 * PANEL * row
+                    _dots(codes, held, x_codes, at + 2 * inputs, position // _UNIT, size // _UNIT, to)
                 codes += size // _INPUTS * _CHUNK
             add_sums(sums, count, y + first * y_stride + 4 * PANEL * panel, y_stride, accumulate != 0)
 
@@ -247,7 +271,7 @@ _FUNCTIONS: list[Any] = []  # keeps functions alive of which others have the add
 
 def has_dots(kind: GroupedCodes) -> bool:
     """Returns whether there are integer products for a kind of codes."""
-    if kind.bits not in (4, 8) or kind.rounds_to is not None:
+    if kind.rounds_to is not None:
         return False
     decoder = Decoder(kind)
     values = np.array(kind.values, np.float32)
@@ -262,13 +286,13 @@ def int8_kernels_of(kind: GroupedCodes) -> WeightKernels:
     if not has_dots(kind):
         return exact
     decoder, values = globals_of(kind)
-    values |= {"_dots": dots_tile(kind, decoder), "_PAIRED": np.int64(kind.bits == 4)}
+    values |= {"_dots": dots_tile(kind, decoder), "_UNIT": np.int64(unit_of(kind)), "_PAIRED": np.int64(kind.bits != 8)}
     product = compiled_separately(9)(made_for(name_of(kind), **values)(_product))
     _FUNCTIONS.append(product)
 
     def pack(matrix: Matrix, dtype: Dtype, memory: WeightMemory) -> dict[str, int]:
         fields, inputs = dict(exact.pack(matrix, dtype, memory)), matrix.arrays["codes"].shape[1]
-        if matrix.order is not None or inputs % BLOCK or matrix.group % BLOCK:
+        if matrix.order is not None or inputs % BLOCK or matrix.group % unit_of(kind):
             return fields
         return fields | {
             "product": product.address,

@@ -4,9 +4,10 @@
     group:  scales [64] · offsets [64], as they are stored · chunks
     chunk:  words of 32 bits, [words, 64]: the codes of consecutive inputs of each output
 
-A word holds the codes of consecutive inputs, the first one lowest. Five and six bits leave two bits at the top of each
-word, which together hold the last codes of a chunk. Codes are renumbered so that the lowest value has code 0 if values
-are integers.
+A word holds the codes of consecutive inputs, the first one lowest. Of five and six bits, words hold the low four, and
+the last word of a chunk the others: byte k has those of the codes 2k and 2k + 1 of the first word, then of the second,
+and so on, so that one shift and one mask put the high bits of four codes above their low bits. Codes are renumbered so
+that the lowest value has code 0 if values are integers.
 """
 
 from dataclasses import dataclass
@@ -55,6 +56,11 @@ class Layout:
         return cls(kind.bits, words, 32 * words // kind.bits, divisors, 2 * PANEL * nested, stored, offsets)
 
     @property
+    def high(self) -> int:
+        """The bits of a code that are in the last word of a chunk."""
+        return self.bits - 4 if self.bits in (5, 6) else 0
+
+    @property
     def chunk(self) -> int:
         """The bytes of a chunk."""
         return 4 * PANEL * self.words
@@ -91,11 +97,12 @@ def _eight_codes(row, at, renumbered):  # type: ignore[no-untyped-def]
 
 
 @entry
-def _pack_codes(codes, renumbered, bits, words, chunk, size, starts, panels):  # type: ignore[no-untyped-def]
+def _pack_codes(codes, renumbered, bits, high, words, chunk, size, starts, panels):  # type: ignore[no-untyped-def]
     """Packs codes uint8 [outputs, inputs] into `panels`, uint32 [panels, words of a panel]. `starts`: of each group's
-    codes in a panel, in words; `chunk`: inputs of a chunk; `size`: inputs of a group."""
+    codes in a panel, in words; `chunk`: inputs of a chunk; `size`: inputs of a group; `high`: as in `Layout`."""
     outputs, inputs = codes.shape
-    in_word = 32 // bits
+    low = bits - high
+    in_word = 32 // low
     block = 64 // chunk  # chunks whose codes are on one cache line of a row
     for panel in range(panels.shape[0]):
         for group in range(len(starts)):
@@ -106,11 +113,7 @@ def _pack_codes(codes, renumbered, bits, words, chunk, size, starts, panels):  #
                     for start in range(begin, min(begin + block * chunk, end), chunk):
                         at = starts[group] + (start - first) // chunk * words * 64 + lane
                         rest = np.uint64(0)
-                        for index in range(in_word * words, chunk):
-                            if start + index < end:
-                                code = np.uint64(renumbered[row[start + index]])
-                                rest |= code << np.uint64((index - in_word * words) * bits)
-                        for word in range(words):
+                        for word in range(chunk // in_word):
                             value, inside = np.uint64(0), start + word * in_word
                             if bits == 8 and end - inside >= 4:
                                 value = _four_codes(row, inside, renumbered)
@@ -119,9 +122,13 @@ def _pack_codes(codes, renumbered, bits, words, chunk, size, starts, panels):  #
                             else:
                                 for index in range(min(in_word, end - inside)):
                                     code = np.uint64(renumbered[row[inside + index]])
-                                    value |= code << np.uint64(index * bits)
-                            value |= (rest >> np.uint64(2 * word) & np.uint64(3)) << np.uint64(30)
+                                    value |= (code & np.uint64((1 << low) - 1)) << np.uint64(index * low)
+                                    if high:
+                                        place = index // 2 * 8 + (2 * word + index % 2) * high
+                                        rest |= code >> np.uint64(low) << np.uint64(place)
                             panels[panel, at + 64 * word] = np.uint32(value)
+                        if high:
+                            panels[panel, at + 64 * (words - 1)] = np.uint32(rest)
 
 
 def pack(kind: GroupedCodes, matrix: Matrix, renumbered: NDArray[np.uint8], panels: NDArray[np.uint8]) -> None:
@@ -131,7 +138,9 @@ def pack(kind: GroupedCodes, matrix: Matrix, renumbered: NDArray[np.uint8], pane
     groups = ceil_div(codes.shape[1], size)
     starts = np.array([layout.group_start(group, size) for group in range(groups)])
     at = (starts + layout.scales + layout.offsets) // 4
-    _pack_codes(codes, renumbered, layout.bits, layout.words, layout.inputs, size, at, panels.view(np.uint32))
+    _pack_codes(
+        codes, renumbered, layout.bits, layout.high, layout.words, layout.inputs, size, at, panels.view(np.uint32)
+    )
     scale_type = _SCALE_TYPES[kind.scale]
     _place(matrix.arrays["scale"], scale_type, starts, panels)
     if kind.offset is not Offset.NONE:

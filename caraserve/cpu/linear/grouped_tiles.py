@@ -3,10 +3,9 @@
 Addresses are integers. `constants` are those of a group, fp32 [4, constants, 16]: for each sixteen outputs of a panel.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from numba import types
 from numba.core import cgutils
 
 from caraserve.core.lora_layout import PANEL
@@ -22,7 +21,7 @@ from caraserve.cpu.simd import (
     emit_load_splat,
     emit_store,
     i64,
-    make_intrinsic,
+    make_void_intrinsic,
     offset,
     pointer,
 )
@@ -37,16 +36,6 @@ def constants_bytes(decoder: Decoder) -> int:
     return _VECTORS * decoder.constants * _VECTOR_BYTES
 
 
-def tile(name: str, num_args: int, emit: Callable[[Any, Sequence[Any]], None]) -> Any:
-    """Makes an intrinsic of int64 arguments; `emit(builder, arguments)` emits it."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit(builder, arguments)
-        return context.get_dummy_value()
-
-    return make_intrinsic(name, num_args, types.void(*[types.int64] * num_args), codegen)
-
-
 def constants_tile(decoder: Decoder) -> Any:
     """Intrinsic `(panel, above, group, constants)`: writes the constants of the group at `group`. `panel`, `above`:
     addresses of its panel and of the scales of its super group."""
@@ -59,7 +48,7 @@ def constants_tile(decoder: Decoder) -> Any:
             for index, vector in enumerate(vectors):
                 emit_store(b, vector, offset(b, at, i64(index * _VECTOR_BYTES)))
 
-    return tile("grouped_constants", 4, emit)
+    return make_void_intrinsic("grouped_constants", 4, emit)
 
 
 class _Chunk:
@@ -114,7 +103,7 @@ def row_tile(decoder: Decoder) -> Any:
             for total, place in zip(totals, places, strict=True):
                 emit_store(b, b.load(total), place)
 
-    return tile("grouped_row", 5, emit)
+    return make_void_intrinsic("grouped_row", 5, emit)
 
 
 def weights_tile(decoder: Decoder) -> Any:
@@ -130,4 +119,4 @@ def weights_tile(decoder: Decoder) -> Any:
             for index, (weight,) in enumerate(_Chunk(b, decoder, at, constants, [vectors.index]).weights()):
                 emit_store(b, weight, offset(b, row, i64(4 * PANEL * index)))
 
-    return tile("grouped_weights", 4, emit)
+    return make_void_intrinsic("grouped_weights", 4, emit)
