@@ -1,14 +1,16 @@
-"""Paged attention over fp32 KV blocks, in tiles of up to four queries.
+"""Paged attention over KV blocks, in tiles of up to four queries. kv_append.py says what a block holds.
 
-A KV block holds sixteen tokens of one layer and one key-value head: K as `[head_dim, 16]`, so that a token is a lane
-and no score needs a horizontal sum, then V as `[16, head_dim]`. The online softmax runs over aligned spans of 64
-positions in order, so a query's result is the same in any chunk, batch or tile.
+The online softmax runs in fp32 over aligned spans of 64 positions in order, so a query's result is the same in any
+chunk, batch or tile.
 """
+
+from typing import Any
 
 import numpy as np
 
 from caraserve.cpu.jit import compiled_separately, kernel
-from caraserve.cpu.layers import copy_vector, rotate, scale_row, sigmoid, soft_cap
+from caraserve.cpu.kv_append import head_address
+from caraserve.cpu.layers import scale_row, sigmoid, soft_cap
 from caraserve.cpu.simd import (
     LANES,
     fetch_add,
@@ -16,7 +18,6 @@ from caraserve.cpu.simd import (
     keep_below,
     keep_from,
     load_f32,
-    store_f32,
     vadd,
     vexp,
     vfma,
@@ -36,42 +37,31 @@ from caraserve.cpu.structs import (
     batch_at,
     buffers_at,
     cache_at,
-    model_at,
-    norm_at,
     word,
 )
-from caraserve.cpu.tiles import call_by_address, scores_tile, values_tile
+from caraserve.cpu.tiles import call_by_address
 
 SPAN = 64  # positions in one step of the online softmax: four blocks
 TILE = 4  # queries computed together
 _ITEM_TOKENS = 16  # tokens in one item of attention work
 
-_call4, _call9 = call_by_address(4), call_by_address(9)
-_scores1, _scores2, _scores3, _scores4 = (scores_tile(rows) for rows in (1, 2, 3, 4))
-_values1x4, _values2x4, _values3x4, _values4x4 = (values_tile(rows, 4) for rows in (1, 2, 3, 4))
-_values1x1, _values2x1, _values3x1, _values4x1 = (values_tile(rows, 1) for rows in (1, 2, 3, 4))
+_call9 = call_by_address(9)
+
+
+def _unset(*arguments: Any) -> Any:
+    raise AssertionError("replaced for each dtype of KV blocks")
+
+
+# Names that `made_for` replaces for each dtype of KV blocks; see kv_kernels.py.
+_scores1 = _scores2 = _scores3 = _scores4 = _scores = _unset
+_values1x4 = _values2x4 = _values3x4 = _values4x4 = _add_values = _unset
+_values1x1 = _values2x1 = _values3x1 = _values4x1 = _unset
+_ITEMSIZE = np.int64(0)
 
 
 def scratch_bytes(head_dim: int) -> int:
     """Returns the bytes of scratch of `attend_tile`: queries, scores and outputs of a tile."""
     return 4 * TILE * (2 * head_dim + SPAN)
-
-
-@kernel
-def _append_key(block, token, head_dim, key):  # type: ignore[no-untyped-def]
-    """Writes one token's key[head_dim] to its block."""
-    for d in range(head_dim):
-        store_f32(block + 4 * (d * BLOCK_TOKENS + token), load_f32(key + 4 * d))
-
-
-@kernel
-def _append_value(buffers, block, token, head_dim, value, norm, head):  # type: ignore[no-untyped-def]
-    """Writes one token's value[head_dim] to its block; `norm`: address of a NORM record for heads, or 0."""
-    at = block + 4 * head_dim * (BLOCK_TOKENS + token)
-    if norm != 0:
-        _call4(buffers.normalise, norm, value, at, head)
-    else:
-        copy_vector(value, head_dim, at)
 
 
 @kernel
@@ -105,36 +95,35 @@ def _softmax(scores, low, high, scale, cap, slope, distance, best, total):  # ty
     return new_best, total * rescale + vsum(sums), rescale
 
 
-@kernel
-def _add_values(rows, weights, block, head_dim, tokens, out):  # type: ignore[no-untyped-def]
+def add_values(rows, weights, block, head_dim, tokens, out):  # type: ignore[no-untyped-def]
     """Computes `out[rows, head_dim] += weights[rows, tokens] @ V[tokens, head_dim]` for one block."""
-    stride = 4 * head_dim
-    values = block + stride * BLOCK_TOKENS
+    stride, v_stride = 4 * head_dim, _ITEMSIZE * head_dim
+    values = block + v_stride * BLOCK_TOKENS
     d = 0
     while d + 64 <= head_dim:
         if rows == 1:
-            _values1x4(weights, values + 4 * d, stride, tokens, out + 4 * d, stride)
+            _values1x4(weights, values + _ITEMSIZE * d, v_stride, tokens, out + 4 * d, stride)
         elif rows == 2:
-            _values2x4(weights, values + 4 * d, stride, tokens, out + 4 * d, stride)
+            _values2x4(weights, values + _ITEMSIZE * d, v_stride, tokens, out + 4 * d, stride)
         elif rows == 3:
-            _values3x4(weights, values + 4 * d, stride, tokens, out + 4 * d, stride)
+            _values3x4(weights, values + _ITEMSIZE * d, v_stride, tokens, out + 4 * d, stride)
         else:
-            _values4x4(weights, values + 4 * d, stride, tokens, out + 4 * d, stride)
+            _values4x4(weights, values + _ITEMSIZE * d, v_stride, tokens, out + 4 * d, stride)
         d += 64
     while d < head_dim:
         if rows == 1:
-            _values1x1(weights, values + 4 * d, stride, tokens, out + 4 * d, stride)
+            _values1x1(weights, values + _ITEMSIZE * d, v_stride, tokens, out + 4 * d, stride)
         elif rows == 2:
-            _values2x1(weights, values + 4 * d, stride, tokens, out + 4 * d, stride)
+            _values2x1(weights, values + _ITEMSIZE * d, v_stride, tokens, out + 4 * d, stride)
         elif rows == 3:
-            _values3x1(weights, values + 4 * d, stride, tokens, out + 4 * d, stride)
+            _values3x1(weights, values + _ITEMSIZE * d, v_stride, tokens, out + 4 * d, stride)
         else:
-            _values4x1(weights, values + 4 * d, stride, tokens, out + 4 * d, stride)
+            _values4x1(weights, values + _ITEMSIZE * d, v_stride, tokens, out + 4 * d, stride)
         d += LANES
 
 
-@kernel
-def _scores(rows, queries, head_dim, k0, k1, k2, k3, out):  # type: ignore[no-untyped-def]
+def scores(rows, queries, head_dim, k0, k1, k2, k3, out):  # type: ignore[no-untyped-def]
+    """Computes `out[rows, 64] = queries[rows, head_dim] @ K[head_dim, 16]` for four blocks."""
     stride = 4 * head_dim
     if rows == 1:
         _scores1(queries, stride, k0, k1, k2, k3, head_dim, out)
@@ -157,7 +146,6 @@ def _with(values, index, value):  # type: ignore[no-untyped-def]
     )
 
 
-@compiled_separately(9)
 def attend_tile(body_address, query, count, positions_at, first_head, blocks, head_base, block_stride, scratch):  # type: ignore[no-untyped-def]
     """Computes the attention of up to four queries of one request over the same key-value head.
 
@@ -228,64 +216,12 @@ def attend_tile(body_address, query, count, positions_at, first_head, blocks, he
 
 
 @kernel
-def _head_address(cache, body, kv_head):  # type: ignore[no-untyped-def]
-    """Returns the address of a key-value head of a layer in block 0; the next block is a `kv_block_bytes` further."""
-    return cache.base + body.kv_offset + 8 * BLOCK_TOKENS * body.head_dim * kv_head
-
-
-@kernel
-def _normalise_heads(buffers, norm, row, width):  # type: ignore[no-untyped-def]
-    """Normalises row[width] in place, as one or each head of it, by the NORM record at address `norm`."""
-    step = norm_at(norm).width
-    for head in range(width // step):
-        at = row + 4 * step * head
-        _call4(buffers.normalise, norm, at, at, head)
-
-
-@kernel
-def _norm_and_rotate(buffers, row, heads, body, norm, position):  # type: ignore[no-untyped-def]
-    """Normalises the heads of q or k if `norm`, the address of a NORM record, is not 0, and rotates them."""
-    dim, pairs, at = body.head_dim, body.rotated, 4 * body.rotated * position
-    if norm != 0 and body.norm_after_rope == 0:
-        _normalise_heads(buffers, norm, row, dim * heads)
-    for head in range(heads if pairs > 0 else 0):
-        rotate(row + 4 * dim * head, pairs, body.cos + at, body.sin + at)
-    if norm != 0 and body.norm_after_rope != 0:
-        _normalise_heads(buffers, norm, row, dim * heads)
-
-
-@kernel
-def rotate_and_append(thread, team, model, buffers, cache, batch, body, row_bytes):  # type: ignore[no-untyped-def]
-    """Normalises q and k as the layer's ATTENTION_BODY says, rotates them, and writes k and v to their blocks.
-
-    `row_bytes`: of a row of `projected`.
-    """
-    dim = body.head_dim
-    for token in range(thread, batch.tokens, team):
-        row = buffers.projected + token * row_bytes
-        position = word(batch.position, token)
-        block = word(cache.blocks, cache.max_blocks * word(batch.slot, token) + position // BLOCK_TOKENS)
-        at = block * model.kv_block_bytes
-        for head in range(body.kv_heads):  # before k is rotated, whose columns may be those of v
-            value = row + body.v + 4 * dim * head
-            place = _head_address(cache, body, head) + at
-            _append_value(buffers, place, position % BLOCK_TOKENS, dim, value, body.v_norm, head)
-        _norm_and_rotate(buffers, row + body.q, body.heads, body, body.q_norm, position)
-        if body.growth != 0:
-            scale_row(row + body.q, dim * body.heads, load_f32(body.growth + 4 * position))
-        _norm_and_rotate(buffers, row + body.k, body.kv_heads, body, body.k_norm, position)
-        for head in range(body.kv_heads):
-            key = row + body.k + 4 * dim * head
-            _append_key(_head_address(cache, body, head) + at, position % BLOCK_TOKENS, dim, key)
-
-
-@kernel
-def _attend_item(thread, model, buffers, cache, batch, body_address, row_bytes, kv_head, first, end):  # type: ignore[no-untyped-def]
+def _attend_item(thread, buffers, cache, batch, body_address, row_bytes, kv_head, first, end):  # type: ignore[no-untyped-def]
     """Computes the attention of the query heads of `kv_head`, for tokens [first, end) of one row, in place of q."""
     body = attention_at(body_address)
     dim, group = body.head_dim, body.heads // body.kv_heads
     scratch = buffers.scratch + thread * buffers.scratch_bytes
-    base = _head_address(cache, body, kv_head)
+    base = head_address(cache, body, kv_head)
     blocks = cache.blocks + 8 * cache.max_blocks * word(batch.slot, first)
     first_head = kv_head * group
     q_rows = buffers.projected + first * row_bytes + body.q + 4 * dim * first_head
@@ -300,7 +236,7 @@ def _attend_item(thread, model, buffers, cache, batch, body_address, row_bytes, 
                 vstore(scratch + 4 * (row * dim + d), vload(q + 4 * d))
         _call9(
             buffers.attend_tile,
-            *(body_address, query, count, positions, first_head, blocks, base, model.kv_block_bytes, scratch),
+            *(body_address, query, count, positions, first_head, blocks, base, cache.block_bytes, scratch),
         )
         for row in range(rows):
             q = q_rows + (query + row) // group * row_bytes + 4 * dim * ((query + row) % group)
@@ -311,11 +247,11 @@ def _attend_item(thread, model, buffers, cache, batch, body_address, row_bytes, 
                 vstore(q + 4 * d, value)
 
 
-@compiled_separately(8)
-def attend(thread, model_address, buffers_address, cache_address, batch_address, body_address, row_bytes, layer):  # type: ignore[no-untyped-def]
+@compiled_separately(7)
+def attend(thread, buffers_address, cache_address, batch_address, body_address, row_bytes, layer):  # type: ignore[no-untyped-def]
     """Computes attention. Threads claim items (row, key-value head, 16 tokens), because costs vary with the context."""
-    model, buffers = model_at(model_address), buffers_at(buffers_address)
-    cache, batch, body = cache_at(cache_address), batch_at(batch_address), attention_at(body_address)
+    buffers, cache = buffers_at(buffers_address), cache_at(cache_address)
+    batch, body = batch_at(batch_address), attention_at(body_address)
     counter = buffers.counters + 8 * layer
     taken = fetch_add(counter, 1)
     item = 0
@@ -324,6 +260,6 @@ def attend(thread, model_address, buffers_address, cache_address, batch_address,
             end = min(first + _ITEM_TOKENS, word(batch.row_first, row + 1))
             for kv_head in range(body.kv_heads):
                 if item == taken:
-                    _attend_item(thread, model, buffers, cache, batch, body_address, row_bytes, kv_head, first, end)
+                    _attend_item(thread, buffers, cache, batch, body_address, row_bytes, kv_head, first, end)
                     taken = fetch_add(counter, 1)
                 item += 1

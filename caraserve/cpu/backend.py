@@ -31,6 +31,7 @@ from caraserve.cpu.structs import BLOCK_TOKENS, CACHE, filled
 from caraserve.cpu.thread_team import ThreadTeam
 from caraserve.cpu.tracing import trace_batch
 from caraserve.cpu.weights import LoadedModel
+from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
 from caraserve.telemetry.trace import Trace
 from caraserve.util.thread_priority import yield_to_event_loop
@@ -55,6 +56,7 @@ class CpuSizes:
     kv_cache_bytes: int
     host_bytes: int  # for the host cache
     lora_cpus: tuple[int, ...] = ()  # cores that CPU LoRA workers are pinned to
+    kv_dtype: Dtype = Dtype.F32  # or bfloat16
     padded: bool = False  # whether adapters are computed at the largest rank among prompts, or among decoding rows
 
 
@@ -65,7 +67,7 @@ class CpuBackend:
     delta_itemsize = 0  # there is no link
 
     def __init__(self, plan: DecoderPlan, loaded: LoadedModel, sizes: CpuSizes, trace: Trace | None = None) -> None:
-        block_bytes = plan.kv_bytes_per_token(4) * BLOCK_TOKENS
+        block_bytes = plan.kv_bytes_per_token(sizes.kv_dtype.itemsize) * BLOCK_TOKENS
         self.limits = Limits(
             num_blocks=sizes.kv_cache_bytes // block_bytes,
             block_tokens=BLOCK_TOKENS,
@@ -90,11 +92,13 @@ class CpuBackend:
         self._embed_addresses = np.zeros(sizes.num_slots, np.int64)
         self._kv = np.zeros(self.limits.num_blocks * block_bytes + 64, np.uint8)  # takes no memory until it is written
         self._states = np.zeros(sizes.num_slots * self.limits.state_bytes + 64, np.uint8)  # neither does this
-        self._cache = self._make_cache()
+        self._cache = self._make_cache(block_bytes, sizes.kv_dtype)
         tokens = max(sizes.max_step_tokens, sizes.num_slots)
         outputs = tokens + sizes.num_slots  # every token scored, every row sampled
         host, prepared = sizes.host_bytes, loaded.prepared_bytes
-        self._buffers = Buffers(plan, tokens, outputs, sizes.threads, host, sizes.lora_cpus, prepared)
+        self._buffers = Buffers(
+            *(plan, tokens, outputs, sizes.threads, host, sizes.lora_cpus, prepared, sizes.kv_dtype)
+        )
         self.host_memory = self._buffers.host_memory
         self._lora = self._buffers.lora_record(self._adapters.addresses())
         self.workers = WorkerPool(
@@ -349,10 +353,12 @@ class CpuBackend:
     def _free_vectors(self, slot: int) -> None:
         self._prompt_embeds.pop(slot, None)
 
-    def _make_cache(self) -> NDArray[np.void]:
+    def _make_cache(self, block_bytes: int, kv_dtype: Dtype) -> NDArray[np.void]:
         return filled(
             CACHE,
             base=align_up(int(self._kv.ctypes.data), 64),
+            block_bytes=block_bytes,
+            itemsize=kv_dtype.itemsize,
             blocks=int(self._blocks.ctypes.data),
             max_blocks=self._blocks.shape[1],
             history=int(self._history.ctypes.data),

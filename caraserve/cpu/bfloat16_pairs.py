@@ -65,7 +65,7 @@ def emit_pair_product(b: Any, x: Any, y: Any, z: Any) -> Any:
     return b.call(function, [z, b.bitcast(x, _VBF), b.bitcast(y, _VBF)])
 
 
-def _round_to_bf16(b: Any, value: Any) -> Any:
+def round_to_bf16(b: Any, value: Any) -> Any:
     """Rounds fp32 to nearest even, as bits of fp32. A NaN stays one."""
     bits = b.bitcast(value, VI)
     odd = b.and_(b.lshr(bits, ints(16)), ints(1))
@@ -76,7 +76,7 @@ def _round_to_bf16(b: Any, value: Any) -> Any:
 def emit_store_rounded(b: Any, address: Any, x: Any, y: Any) -> None:
     """Stores 32 numbers x, y rounded to bfloat16: as sixteen pairs where their products have an instruction, elsewhere
     as fp32."""
-    x, y = _round_to_bf16(b, x), _round_to_bf16(b, y)
+    x, y = round_to_bf16(b, x), round_to_bf16(b, y)
     if not HAS_PAIR_PRODUCTS:
         for index, half in enumerate((x, y)):
             emit_store(b, b.bitcast(half, VF), offset(b, address, i64(4 * LANES * index)))
@@ -107,7 +107,7 @@ def store_pairs(typing_context, address, first, second):  # type: ignore[no-unty
     """Stores sixteen pairs of numbers, rounded to bfloat16."""
 
     def codegen(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        first, second = (_round_to_bf16(b, value) for value in arguments[1:])
+        first, second = (round_to_bf16(b, value) for value in arguments[1:])
         emit_store_words(b, first, second, arguments[0])
         return context.get_dummy_value()
 

@@ -10,14 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import MAX_RANK, PANEL, RANK_STEP
-from caraserve.cpu.attention import attend, attend_tile, scratch_bytes
+from caraserve.cpu.attention import attend, scratch_bytes
 from caraserve.cpu.forward import decoder_layer, project
 from caraserve.cpu.handoff import COUNTER_SPENT_NS, COUNTER_WORDS, block_bytes
 from caraserve.cpu.kernels import lora_expand, lora_shrink
+from caraserve.cpu.kv_kernels import kv_kernels
 from caraserve.cpu.layers import normalise
 from caraserve.cpu.lora_workers.compute_side import PIECE_WORDS, REDO_BYTES, add_deltas, choose_sources, hand_off
 from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
 from caraserve.cpu.structs import BUFFERS, LORA, ROUTED, filled
+from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import align_up
 
@@ -35,6 +37,7 @@ class Buffers:
         host_bytes: int,
         lora_cpus: Sequence[int],
         prepared_bytes: int = 0,
+        kv_dtype: Dtype = Dtype.F32,
     ) -> None:
         """`host_bytes`: size of the host cache. `lora_cpus`: a core for each LoRA worker. `prepared_bytes`: of the
         widest prepared row."""
@@ -42,7 +45,7 @@ class Buffers:
         self._plan, self._hidden_pad = plan, align_up(plan.hidden, PANEL)
         self._tokens, self._threads, self._workers = tokens, threads, len(lora_cpus)
         self._prepared_rows = max(outputs, tokens * max((one.top_k for one in plan.moes), default=1))
-        self._prepared_bytes = prepared_bytes
+        self._prepared_bytes, self._kv_kernels = prepared_bytes, kv_kernels(kv_dtype)
         self.block_bytes = align_up(block_bytes(tokens), PAGE_BYTES)
         widest = max(group.width(PANEL) for layer in plan.layers for group in layer.groups)
         shared = {"normed": 4 * outputs * self._hidden_pad, "projected": 4 * tokens * widest}
@@ -133,7 +136,8 @@ class Buffers:
             hand_off=hand_off.address,
             add_deltas=add_deltas.address,
             attend=attend.address,
-            attend_tile=attend_tile.address,
+            append=self._kv_kernels.append,
+            attend_tile=self._kv_kernels.attend_tile,
             normalise=normalise.address,
             project=project.address,
             decoder_layer=decoder_layer.address,

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import PANEL
 from caraserve.core.outputs import NOT_FINITE, SAMPLE_MASKED, SCORE, VERIFY
-from caraserve.cpu.attention import rotate_and_append
 from caraserve.cpu.barrier import meet
 from caraserve.cpu.jit import compiled_separately, entry, kernel
 from caraserve.cpu.kernels import ADD, RANK_GROUP, STORE
@@ -54,7 +53,6 @@ from caraserve.cpu.structs import (
     batch_at,
     block_at,
     buffers_at,
-    cache_at,
     delta_net_at,
     group_at,
     layer_at,
@@ -70,8 +68,8 @@ from caraserve.cpu.tiles import call_by_address
 from caraserve.cpu.vocabulary import change_embedding, change_logits, multiply_by_head
 
 LORA_ENTRY_BYTES, _LAYER_BYTES, _BLOCK_BYTES = (np.int64(kind.itemsize) for kind in (LORA_ENTRY, LAYER, BLOCK))
-_call3, _call4, _call6, _call8 = (call_by_address(count) for count in (3, 4, 6, 8))
-_call9, _call13, _call14 = (call_by_address(count) for count in (9, 13, 14))
+_call3, _call4, _call6, _call7 = (call_by_address(count) for count in (3, 4, 6, 7))
+_call8, _call9, _call13, _call14 = (call_by_address(count) for count in (8, 9, 13, 14))
 _SHRINK_TOKENS = 24  # tokens of one item of shrink work, so that the team shares long prompts
 
 
@@ -283,7 +281,7 @@ def decoder_layer(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Computes one layer as member `thread` of `team`. What its last block adds may be left to the next layer."""
     model, buffers, lora = model_at(model_address), buffers_at(buffers_address), lora_at(lora_address)
-    cache, batch, barrier = cache_at(cache_address), batch_at(batch_address), buffers.barrier
+    batch, barrier = batch_at(batch_address), buffers.barrier
     if thread == 0:
         stamp(lora, batch, layer)
         if batch.arriving != 0:
@@ -307,15 +305,12 @@ def decoder_layer(  # type: ignore[no-untyped-def]
         if block.kind == ATTENTION:
             meet(barrier, team)
             note_workers(thread, lora, batch, group_at(block.group_in))
-            body = attention_at(block.body)
-            rotate_and_append(thread, team, model, buffers, cache, batch, body, row_bytes)
+            places = buffers_address, cache_address, batch_address, block.body
+            _call7(buffers.append, thread, team, *places, row_bytes)
             meet(barrier, team)
-            _call8(
-                buffers.attend,
-                *(thread, model_address, buffers_address, cache_address, batch_address, block.body, row_bytes, layer),
-            )
+            _call7(buffers.attend, thread, *places, row_bytes, layer)
             meet(barrier, team)
-            x = rows + body.q
+            x = rows + attention_at(block.body).q
         elif block.kind == MOE:
             meet(barrier, team)
             note_workers(thread, lora, batch, group_at(block.group_in))

@@ -146,12 +146,17 @@ def normalise(norm_address, x, y, head):  # type: ignore[no-untyped-def]
 @kernel
 def rotate(head, pairs, cos, sin):  # type: ignore[no-untyped-def]
     """Applies the rotary embedding to the first dimensions of a head: (x1, x2) → (x1·cos - x2·sin, x2·cos + x1·sin)
-    for each pair of dimensions (d, d + pairs)."""
-    for d in range(pairs):
-        c, s = load_f32(cos + 4 * d), load_f32(sin + 4 * d)
-        x1, x2 = load_f32(head + 4 * d), load_f32(head + 4 * (d + pairs))
-        store_f32(head + 4 * d, x1 * c - x2 * s)
-        store_f32(head + 4 * (d + pairs), x2 * c + x1 * s)
+    for each pair of dimensions (d, d + pairs). Products are rounded before they are added."""
+    second = head + 4 * pairs
+    whole = 4 * (pairs // LANES * LANES)
+    for at in range(0, whole, 4 * LANES):
+        c, s, x1, x2 = vload(cos + at), vload(sin + at), vload(head + at), vload(second + at)
+        vstore(head + at, vsub(vmul(x1, c), vmul(x2, s)))
+        vstore(second + at, vadd(vmul(x2, c), vmul(x1, s)))
+    for at in range(whole, 4 * pairs, 4):
+        c, s, x1, x2 = load_f32(cos + at), load_f32(sin + at), load_f32(head + at), load_f32(second + at)
+        store_f32(head + at, x1 * c - x2 * s)
+        store_f32(second + at, x2 * c + x1 * s)
 
 
 # --- activations ---

@@ -35,7 +35,6 @@ def _record(*words: str, floats: tuple[str, ...] = ()) -> np.dtype[np.void]:
 MODEL = _record(
     *("layers", "hidden", "hidden_pad", "vocab", "vocab_pad"),
     "most_sites",  # of a layer
-    "kv_block_bytes",  # of all layers
     "state_bytes",  # of a request slot, of all layers
     "embed",  # → SITE, that of the head if they are tied
     "positions",  # → fp32 [positions, hidden], added to embeddings
@@ -99,7 +98,7 @@ NORM = _record(
 ATTENTION_BODY = _record(
     *("heads", "kv_heads", "head_dim"),
     "window",
-    "kv_offset",  # bytes before this layer's heads in a KV block
+    "kv_offset",  # numbers before this layer's heads in a KV block
     *("q", "k", "v"),  # columns; v may be k's
     "gate",  # column, or NO_COLUMN
     "rotated",  # pairs of dimensions of a head
@@ -166,7 +165,7 @@ ROUTED = _record(
 # Addresses of fp32 activations (one row for each token), of the barrier's words, and of separately compiled kernels.
 BUFFERS = _record(
     *("lora_shrink", "lora_expand", "choose_sources", "hand_off", "add_deltas", "attend"),
-    *("attend_tile", "normalise", "project", "decoder_layer"),
+    *("append", "attend_tile", "normalise", "project", "decoder_layer"),
     *("route", "mix"),  # 0: no layer has experts
     "routed",  # → ROUTED
     *("convolve", "recur"),  # 0: no layer has a delta net
@@ -217,7 +216,8 @@ LOST = np.int64(-1)
 
 # KV blocks, and what belongs to each request slot.
 CACHE = _record(
-    "base",  # fp32 [num_blocks, for each layer kv_heads · 2 · 16 · head_dim]
+    "base",  # [num_blocks, for each layer kv_heads · 2 · 16 · head_dim]
+    *("block_bytes", "itemsize"),
     "blocks",  # → int64 [slots, max_blocks]
     "max_blocks",
     "history",  # → int64 [slots, max_history] token ids

@@ -11,16 +11,25 @@ from numba import types
 from numba.core import cgutils
 
 from caraserve.core.lora_layout import PANEL
-from caraserve.cpu.bfloat16_pairs import emit_first, emit_load_words, emit_pair_product, emit_second
+from caraserve.cpu.bfloat16_pairs import (
+    emit_first,
+    emit_load_words,
+    emit_pair_product,
+    emit_second,
+    round_to_bf16,
+)
 from caraserve.cpu.simd import (
+    DTYPE_BF16,
     DTYPE_F32,
     F32,
     HAS_PAIR_PRODUCTS,
     HAS_WIDE_REGISTERS,
+    I32,
     I64,
     LANES,
     VF,
     VI,
+    VI16,
     emit_fma,
     emit_load,
     emit_load_splat,
@@ -28,6 +37,7 @@ from caraserve.cpu.simd import (
     emit_reduce,
     emit_store,
     i64,
+    ints,
     make_intrinsic,
     offset,
     pointer,
@@ -96,6 +106,10 @@ def _add_pairs(b: Any, acc: _Accumulators, x_places: Sequence[Any], places: Sequ
             acc[index] = emit_pair_product(b, pair, word, acc[index])
 
 
+def itemsize_bytes(dtype: int) -> int:
+    return 4 if dtype == DTYPE_F32 else 2
+
+
 def gemm_tile(rows: int, vectors: int, dtype: int) -> Any:
     """Intrinsic `(x, x_stride, w, k, y, y_stride, accumulate)`, strides in bytes.
 
@@ -150,7 +164,7 @@ def dot_tile(rows: int, columns: int, dtype: int) -> Any:
 
     def emit(b: Any, arguments: Sequence[Any]) -> None:
         x, x_stride, a, a_stride, k, y, y_stride, kept, begins, ends, scale = arguments
-        itemsize = 4 if dtype == DTYPE_F32 else 2
+        itemsize = itemsize_bytes(dtype)
         acc = _Accumulators(b, rows * columns)
         places = [offset(b, kept, i64(index * LANES * 4)) for index in range(rows * columns)]
         with b.if_then(b.icmp_signed("==", begins, i64(0))):
@@ -179,11 +193,11 @@ def dot_tile(rows: int, columns: int, dtype: int) -> Any:
     return _tile_intrinsic(f"dot_tile_{rows}x{columns}_{dtype}", 11, emit, scaled=True)
 
 
-def scores_tile(rows: int) -> Any:
+def scores_tile(rows: int, dtype: int) -> Any:
     """Intrinsic `(q, q_stride, k0, k1, k2, k3, head_dim, out)`, q_stride in bytes.
 
     Semantics: `out[m, 16·j + t] = Σ_d q[m, d] · k_j[d, t]` for m < rows, four KV blocks j of sixteen tokens t.
-    All fp32; each k_j is `[head_dim, 16]`, out is `[rows, 64]`, contiguous.
+    q and out are fp32; each k_j is `[head_dim, 16]` of `dtype`, out is `[rows, 64]`, contiguous.
     """
 
     def emit(b: Any, arguments: Sequence[Any]) -> None:
@@ -191,8 +205,8 @@ def scores_tile(rows: int) -> Any:
         acc = _Accumulators(b, rows * 4)
         q_rows = [offset(b, q, b.mul(i64(row), q_stride)) for row in range(rows)]
         with cgutils.for_range(b, head_dim) as loop:
-            row_offset = b.mul(loop.index, i64(LANES * 4))
-            vectors = [emit_load(b, offset(b, key, row_offset), DTYPE_F32) for key in keys]
+            row_offset = b.mul(loop.index, i64(LANES * itemsize_bytes(dtype)))
+            vectors = [emit_load(b, offset(b, key, row_offset), dtype) for key in keys]
             for row in range(rows):
                 splat = emit_load_splat(b, offset(b, q_rows[row], b.mul(loop.index, i64(4))))
                 for j in range(4):
@@ -200,15 +214,15 @@ def scores_tile(rows: int) -> Any:
         for index in range(rows * 4):
             emit_store(b, acc[index], offset(b, out, i64(index * LANES * 4)))
 
-    return _tile_intrinsic(f"scores_tile_{rows}", 8, emit)
+    return _tile_intrinsic(f"scores_tile_{rows}_{dtype}", 8, emit)
 
 
-def values_tile(rows: int, vectors: int) -> Any:
+def values_tile(rows: int, vectors: int, dtype: int) -> Any:
     """Intrinsic `(p, v, v_stride, tokens, y, y_stride)`, strides in bytes.
 
     Semantics: `y[m, :] += Σ_{t < tokens} p[m, t] · v[t, :]` for m < rows, over `16 · vectors` columns.
-    All fp32; p has rows of 64. Sums run over t in order. Tokens past `tokens` are not read: they may be unused,
-    and a stale NaN times zero would be a NaN.
+    v is of `dtype`, the others fp32; p has rows of 64. Sums run over t in order. Tokens past `tokens` are not read:
+    they may be unused, and a stale NaN times zero would be a NaN.
     """
 
     def emit(b: Any, arguments: Sequence[Any]) -> None:
@@ -223,7 +237,8 @@ def values_tile(rows: int, vectors: int) -> Any:
             acc[index] = emit_load(b, place, DTYPE_F32)
         with cgutils.for_range(b, tokens) as loop:
             v_row = offset(b, v, b.mul(loop.index, v_stride))
-            values = [emit_load(b, offset(b, v_row, i64(j * LANES * 4)), DTYPE_F32) for j in range(vectors)]
+            step = LANES * itemsize_bytes(dtype)
+            values = [emit_load(b, offset(b, v_row, i64(j * step)), dtype) for j in range(vectors)]
             for row in range(rows):
                 splat = emit_load_splat(b, offset(b, p, b.add(b.mul(loop.index, i64(4)), i64(row * 256))))
                 for j in range(vectors):
@@ -231,7 +246,63 @@ def values_tile(rows: int, vectors: int) -> Any:
         for index, place in enumerate(places):
             emit_store(b, acc[index], place)
 
-    return _tile_intrinsic(f"values_tile_{rows}x{vectors}", 6, emit)
+    return _tile_intrinsic(f"values_tile_{rows}x{vectors}_{dtype}", 6, emit)
+
+
+def _narrowed(b: Any, value: Any, dtype: int) -> Any:
+    """Rounds sixteen fp32 to a dtype of KV blocks: fp32 or bfloat16. A NaN stays one."""
+    if dtype == DTYPE_F32:
+        return value
+    assert dtype == DTYPE_BF16
+    return b.trunc(b.lshr(round_to_bf16(b, value), ints(16)), VI16)
+
+
+def _store_narrowed(b: Any, value: Any, address: Any, dtype: int) -> None:
+    narrow = _narrowed(b, value, dtype)
+    b.store(narrow, pointer(b, address, narrow.type)).align = itemsize_bytes(dtype)
+
+
+def value_store(dtype: int) -> Any:
+    """Intrinsic `(x, y)`: writes sixteen fp32 at x to y, rounded to `dtype`."""
+
+    def emit(b: Any, arguments: Sequence[Any]) -> None:
+        x, y = arguments
+        _store_narrowed(b, emit_load(b, x, DTYPE_F32), y, dtype)
+
+    return _tile_intrinsic(f"value_store_{dtype}", 2, emit)
+
+
+def key_store(dtype: int) -> Any:
+    """Intrinsic `(x, y)`: writes sixteen fp32 at x, rounded to `dtype`, to a column of y, `[16, 16]`."""
+
+    def emit(b: Any, arguments: Sequence[Any]) -> None:
+        x, y = arguments
+        narrow = _narrowed(b, emit_load(b, x, DTYPE_F32), dtype)
+        for lane in range(LANES):
+            at = offset(b, y, i64(lane * LANES * itemsize_bytes(dtype)))
+            b.store(b.extract_element(narrow, ir.Constant(I32, lane)), pointer(b, at, narrow.type.element))
+
+    return _tile_intrinsic(f"key_store_{dtype}", 2, emit)
+
+
+def keys_store(dtype: int) -> Any:
+    """Intrinsic `(x, x_stride, y)`, x_stride in bytes: writes fp32 `[16, 16]` transposed, rounded to `dtype`."""
+
+    def emit(b: Any, arguments: Sequence[Any]) -> None:
+        x, x_stride, y = arguments
+        rows = [emit_load(b, offset(b, x, b.mul(i64(row), x_stride)), DTYPE_F32) for row in range(LANES)]
+        for step in (8, 4, 2, 1):  # exchanges the halves of squares of twice the step that are off the diagonal
+            kept = [lane if lane & step == 0 else LANES + lane - step for lane in range(LANES)]
+            moved = [lane + step if lane & step == 0 else LANES + lane for lane in range(LANES)]
+            for row in (row for row in range(LANES) if row & step == 0):
+                upper, lower = rows[row], rows[row + step]
+                rows[row], rows[row + step] = (
+                    b.shuffle_vector(upper, lower, ir.Constant(VI, lanes)) for lanes in (kept, moved)
+                )
+        for row, value in enumerate(rows):
+            _store_narrowed(b, value, offset(b, y, i64(row * LANES * itemsize_bytes(dtype))), dtype)
+
+    return _tile_intrinsic(f"keys_store_{dtype}", 3, emit)
 
 
 def call_by_address(num_words: int) -> Any:

@@ -97,7 +97,8 @@ class _Loader:
         self._rounds_rows = rounds_rows
         self._plan, self._dtype, self._max_context, self._read = plan, dtype, max_context, read
         self._memory = WeightMemory()
-        self._kv_block_bytes = self._state_bytes = self._prepared_bytes = 0  # of the layers so far
+        self._state_bytes = self._prepared_bytes = 0  # of the layers so far
+        self._kv_numbers = 0  # in a KV block
         self._ropes = {rope: self._rope(rope) for rope in plan.ropes}
 
     def load(self, progress: Callable[[], None]) -> LoadedModel:
@@ -117,7 +118,6 @@ class _Loader:
             vocab=plan.vocab_size,
             vocab_pad=align_up(plan.vocab_size, PANEL),
             most_sites=plan.most_sites,
-            kv_block_bytes=self._kv_block_bytes,
             state_bytes=self._state_bytes,
             layer=self._memory.records(layers),
             site=int(sites.ctypes.data),
@@ -263,8 +263,8 @@ class _Loader:
         return self._memory.records(record)
 
     def _attention(self, body: Attention, offsets: Mapping[str, int]) -> NDArray[np.void]:
-        kv_offset = self._kv_block_bytes
-        self._kv_block_bytes += 4 * 2 * structs.BLOCK_TOKENS * body.kv_heads * body.head_dim
+        kv_offset = self._kv_numbers
+        self._kv_numbers += 2 * structs.BLOCK_TOKENS * body.kv_heads * body.head_dim
         none = {"rotated": 0, "cos": 0, "sin": 0, "growth": 0}
         return structs.filled(
             structs.ATTENTION_BODY,
