@@ -37,7 +37,7 @@ def combination_of(members: Sequence[Member]) -> AdapterInfo:
     `members`: each once, in the order of names."""
     for info, _ in members:
         if info.state == UPLOADING or not info.digest:
-            raise AdapterBusy(f"{info.name} is being uploaded; combine it when it is complete", retry_after_s=_RETRY_S)
+            raise _busy(f"{info.name} is being uploaded; combine it when it is complete")
         if info.facts.num_classes:
             raise AdapterRejected(f"{info.name} has a score head, so it cannot be combined or scaled", param="model")
     if (rank := sum(info.rank for info, _ in members)) > MAX_RANK:
@@ -48,6 +48,10 @@ def combination_of(members: Sequence[Member]) -> AdapterInfo:
     num_bytes = _WIDENING * sum(info.num_bytes for info, _ in members)
     facts = AdapterFacts(trained_on=members[0][0].facts.trained_on)
     return AdapterInfo(name, digest, digest, rank, (), num_bytes, time.time(), facts=facts)
+
+
+def _busy(message: str) -> AdapterBusy:
+    return AdapterBusy(message, retry_after_s=_RETRY_S, param="model")
 
 
 class Combinations:
@@ -119,7 +123,8 @@ class Combination(CombinedSource):
     def read(self, into: NDArray[np.uint8], done: Done, layers_arrived: LayersArrived) -> None:
         adapters = [adapter for info, _ in self.members if (adapter := self.manager.find(info.digest)) is not None]
         if len(adapters) < len(self.members):
-            self.reader.refuse(files_changed(), done)
+            why = "an adapter of the combination was replaced or unloaded while the request waited; send it again"
+            self.reader.refuse(_busy(why), done)
             return
         for adapter in adapters:
             self.manager.pin_again(adapter)

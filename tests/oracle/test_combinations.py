@@ -5,10 +5,11 @@ import random
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from caraserve.errors import AdapterRejected, NotFound
-from caraserve.lora.adapter import AdapterTier
+from caraserve.errors import AdapterBusy, AdapterRejected, NotFound
+from caraserve.lora.adapter import AdapterTier, CombinedSource
 from tests.oracle.models import SOME_KINDS, make_adapter, make_adapters, make_model, prompt_of
 from tests.oracle.oracle import Oracle
 from tests.serving import engine_config, lora_config, model_config, running, submit
@@ -89,6 +90,20 @@ async def test_a_member_that_is_replaced_or_unloaded_ends_its_combinations(subje
             submit(engine, prompt, "r1+r8")
         with pytest.raises(NotFound):
             engine.adapter("r1+r8")
+
+
+async def test_a_combination_that_waits_while_a_member_is_unloaded_is_to_be_asked_for_again(subject: Subject) -> None:
+    async with running(model_config(subject.model), lora_config(subject.adapters), engine_config()) as engine:
+        adapter = engine.catalog.manager.find(engine.adapter("r1+r8").digest)
+        assert adapter is not None
+        source, ended = adapter.source, asyncio.get_running_loop().create_future()
+        await engine.unload_adapter("r1")
+        assert isinstance(source, CombinedSource)
+        source.read(np.empty(adapter.num_bytes, np.uint8), ended.set_result, lambda image, layers: None)
+        error = await asyncio.wait_for(ended, 5.0)
+        assert isinstance(error, AdapterBusy)
+        assert (error.param, error.retry_after_s) == ("model", 1.0)
+        assert "send it again" in error.message
 
 
 @pytest.mark.parametrize(

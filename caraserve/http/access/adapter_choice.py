@@ -22,7 +22,7 @@ from caraserve.core.combined_names import (
     read_combination,
     summed,
 )
-from caraserve.errors import AdapterRejected, InvalidRequest, NotFound, VersionDiffers
+from caraserve.errors import AdapterBusy, AdapterRejected, InvalidRequest, NotFound, VersionDiffers
 from caraserve.http.body import fields as body_fields
 from caraserve.http.body.field_types import Fields, shown
 from caraserve.http.client import CLIENT, Client
@@ -241,8 +241,9 @@ def _found(field: str, name: str, find: AdapterFinder) -> ChosenAdapter:
             param=field,
             reason=error.reason,
         ) from None
-    except (InvalidRequest, AdapterRejected) as error:  # of a combination
-        raise type(error)(error.message, param=field) from None
+    except (InvalidRequest, AdapterRejected, AdapterBusy) as error:  # of a combination
+        error.param = field
+        raise
 
 
 def _named(fields: Fields) -> Iterator[tuple[str, str]]:

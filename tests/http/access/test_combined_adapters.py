@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from caraserve.lora.registry import UPLOADING
 from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.serving import OneOff, serving
 
@@ -82,3 +83,13 @@ async def test_the_base_models_name_may_have_the_marks_of_combinations() -> None
 async def test_other_routes_know_no_combination() -> None:
     async with serving(FakeEngine()) as client:
         assert (await client.get("/v1/adapters/a*0.5+b*0.5")).status == 404
+
+
+async def test_an_adapter_that_is_being_uploaded_is_to_be_combined_later() -> None:
+    fake = FakeEngine()
+    fake.loaded["c"] = FakeAdapter("c", "/adapters/c", rank=8, state=UPLOADING)
+    for naming in ({"model": "a+c"}, {"lora_path": "a+c"}):
+        answer = await OneOff(fake).complete(**naming)
+        assert (answer.status, answer.error["param"]) == (409, next(iter(naming)))
+        assert int(answer.headers["Retry-After"]) >= 1
+        assert "c is being uploaded" in answer.error["message"]
