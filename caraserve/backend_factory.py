@@ -105,16 +105,22 @@ def check_options(plan: DecoderPlan, model: ModelConfig, engine: EngineConfig, l
         raise ConfigError(
             f"--max-model-len {model.max_model_len} is more than the model's {plan.max_position} positions"
         )
-    dtype_of(plan, model.dtype)
+    dtype = dtype_of(plan, model.dtype)
     _lora_cpus(lora)
     if device == "cuda":
         if model.activations != "exact":
             raise ConfigError(
                 f"--activations {model.activations} is for CPUs; GPUs compute with the weights as they are"
             )
+        name = next(name for name in DTYPES if DTYPES[name] is dtype)
+        if engine.kv_cache_dtype not in ("auto", name):
+            raise ConfigError(
+                f"--kv-cache-dtype {engine.kv_cache_dtype}: on a GPU keys and values have the dtype of the weights, "
+                f"{name}; leave the option out, or give --dtype {engine.kv_cache_dtype}"
+            )
         _check_cuda_options(plan, lora)
         return
-    _kv_bytes(plan, _context(plan, model), engine.kv_cache_bytes)
+    _kv_bytes(plan, _context(plan, model), engine)
 
 
 def _check_cuda_options(plan: DecoderPlan, lora: LoraConfig) -> None:
@@ -137,11 +143,13 @@ def _build_cpu_backend(
     kernels, rounds_rows = CompileProgress(), model.activations != "exact"
     with kernels.shown() as compiled, counting(compiled):
         from caraserve.cpu.backend import CpuBackend, CpuSizes
+        from caraserve.cpu.kv_kernels import kv_kernels
         from caraserve.cpu.weights import compile_kernels, load_model, progress_steps
 
         compile_kernels(plan, rounds_rows=rounds_rows)
+        kv_kernels(_kv_dtype(engine))
     dtype, context = dtype_of(plan, model.dtype), _context(plan, model)
-    kv_bytes, lora_cpus = _kv_bytes(plan, context, engine.kv_cache_bytes), _lora_cpus(lora)
+    kv_bytes, lora_cpus = _kv_bytes(plan, context, engine), _lora_cpus(lora)
     with progress("weights", progress_steps(plan)) as advance, _reader(model, plan, engine.seed, dtype) as read:
         loaded = load_model(plan, dtype, context, read, advance, rounds_rows=rounds_rows)
     seqs = engine.max_num_seqs or _CPU_SEQS
@@ -152,6 +160,7 @@ def _build_cpu_backend(
         max_step_tokens=max(engine.max_num_batched_tokens or _CPU_STEP_TOKENS, seqs),
         max_context=context,
         kv_cache_bytes=kv_bytes,
+        kv_dtype=_kv_dtype(engine),
         host_bytes=lora.max_host_adapters_bytes,
         lora_cpus=lora_cpus,
         padded=lora.lora_kernel == "bgmv-padded",
@@ -260,9 +269,15 @@ def _lora_cpus(lora: LoraConfig) -> tuple[int, ...]:
     return lora.lora_cpus
 
 
-def _kv_bytes(plan: DecoderPlan, context: int, asked: int | None) -> int:
-    """Returns the size of the KV cache. Raises ConfigError if one request of full length does not fit."""
-    least = plan.kv_bytes_per_token(4) * (context + 16)
+def _kv_dtype(engine: EngineConfig) -> Dtype:
+    """Returns the dtype of the CPU's KV cache."""
+    return Dtype.F32 if engine.kv_cache_dtype == "auto" else DTYPES[engine.kv_cache_dtype]
+
+
+def _kv_bytes(plan: DecoderPlan, context: int, engine: EngineConfig) -> int:
+    """Returns the size of the CPU's KV cache. Raises ConfigError if one request of full length does not fit."""
+    asked = engine.kv_cache_bytes
+    least = plan.kv_bytes_per_token(_kv_dtype(engine).itemsize) * (context + 16)
     if asked is not None and asked < least:
         raise ConfigError(
             f"--kv-cache-bytes {asked} is too small: one request of {context} tokens needs {least} bytes "

@@ -265,6 +265,11 @@ class EngineConfig(Config):
         help="memory for the KV cache; on a GPU it holds adapters too (default: 30 %% of the free memory, at most "
         "8GiB; on a GPU what --gpu-memory-utilization leaves beside the weights)",
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        choices=("auto", "bfloat16"),
+        help="dtype of keys and values; auto: float32 on a CPU, that of the weights on a GPU, which takes no other",
+    )
     enable_prefix_caching: bool = option(True, **_SWITCH, help="reuse KV blocks of equal prompt prefixes")
     cpu_threads: int | None = option(
         **_COUNT, help="compute threads (default: one less than the cores, but both of two)"

@@ -131,7 +131,6 @@ FLAGS = (
     _any("--swap-space", "a preempted request is computed again, not swapped"),
     _any("--prefix-caching-hash-algo", "blocks of equal prefixes are found by the server's own hash"),
     _only("--cpu-offload-gb", "0 0.0", "weights stay on their device"),
-    _only("--kv-cache-dtype", "auto", "keys and values are not quantised; see --kv-cache-bytes"),
     _refused("--num-gpu-blocks-override", "use --kv-cache-bytes"),
     _refused("--kv-transfer-config", "one instance does prefill and decode"),
     _only("--scheduling-policy --schedule-policy", "fcfs", "tenants take turns; of a user's requests those with a "

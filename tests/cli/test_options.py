@@ -126,7 +126,6 @@ def test_only_options_without_effect_are_noted_with_the_reason() -> None:
         (["--scheduling-policy", "priority"], "`priority`"),
         (["-tp", "2"], "--peers"),
         (["--tensor-parallel-size=8"], "--peers"),
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-bytes"),
         (["--uds", "/run/x.sock"], "--host"),
         (["--revision", "v2"], "hf download"),
         (["--tokenizer", "other"], "model's folder"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.model.dtype import to_float32
+from caraserve.model.dtype import Dtype, rounded, to_float32
 from caraserve.model.formats import TensorReader, WeightFormat
 from caraserve.model.linear_plan import LinearPlan, Rows
 from caraserve.model.plan import Attention, DecoderPlan, DeltaNet, ExpertTensor, Mlp, Moe, Norm, Rope
@@ -23,7 +23,7 @@ CONTEXT = 128  # tokens of the longest request
 
 class Executor:
     """One model. `deltas`: what adapters add to modules' weights, [outputs, inputs] by module name; `biases`: to their
-    outputs."""
+    outputs. `kv_dtype`: what keys and values are rounded to."""
 
     def __init__(
         self,
@@ -31,8 +31,10 @@ class Executor:
         read: TensorReader,
         deltas: Mapping[str, Floats] | None = None,
         biases: Mapping[str, Floats] | None = None,
+        kv_dtype: Dtype = Dtype.F32,
     ) -> None:
         self._plan, self._read, self._deltas, self._biases = plan, read, deltas or {}, biases or {}
+        self._kv_dtype = kv_dtype
 
     def logits(self, tokens: list[int]) -> Floats:
         """Returns the logits after each token, [tokens, vocabulary]."""
@@ -125,6 +127,8 @@ class Executor:
         if body.rope is not None and body.rope.q_growth is not None:
             beta, length = body.rope.q_growth
             q = q * (1 + beta * np.log(1 + positions // length))[:, None, None]
+        if self._kv_dtype is not Dtype.F32:
+            k, v = (to_float32(rounded(one.astype(np.float32), self._kv_dtype), self._kv_dtype) for one in (k, v))
         k, v = (np.repeat(one, body.heads // body.kv_heads, axis=1) for one in (k, v))
         scores = np.einsum("qhd,khd->hqk", q, k) * body.scale
         distance = positions[None, :] - positions[:, None]  # of a key from a query
