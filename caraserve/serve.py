@@ -195,7 +195,7 @@ async def build_engine(
         keep_on_device=mode.preloads,
         max_rank=lora_config.max_lora_rank,
         watched=lora_config.adapters_dir and lora_config.adapters_dir.resolve(),
-        base=served_base(model_config, lora_config, names, tokenizer),
+        base=served_base(plan, model_config, lora_config, names, tokenizer),
     )
     catalog = Catalog(plan, registry, manager, reader, rules, observers.adapters, observers.uploads)
     most_bytes = min(rules.device_bytes, rules.host_bytes)
@@ -481,7 +481,8 @@ def _announce(served: Served, http: HttpConfig, port: int) -> None:
     shown = ", ".join(f"{info.name} (rank {info.rank})" for info in infos[:8])
     more = f" and {len(infos) - 8} more" if len(infos) > 8 else ""
     millions = served.plan.num_parameters / 1e6
-    ready = f"CaraServe is ready at {url}  ({engine.base_name}, {millions:.1f}M parameters, on {served.device})"
+    size = f"{millions:.1f}M parameters in {engine.catalog.rules.base.formats}"
+    ready = f"CaraServe is ready at {url}  ({engine.base_name}, {size}, on {served.device})"
     if http.log_format == "json":
         log.info("%s; adapters: %s%s", ready, shown or "none", more)
         return

@@ -15,6 +15,7 @@ from caraserve.lora.served_base import ServedBase
 from caraserve.model.families import read_config
 from caraserve.model.gguf.files import card_of, names_in, plain_name
 from caraserve.model.gguf.reader import opened_model
+from caraserve.model.plan import DecoderPlan
 from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.cache_folder import why_unwritable
 
@@ -122,7 +123,9 @@ def served_names(model: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:
     return names_of_base([*names, str(model.model.resolve()), *([given] if isinstance(given, str) else [])])
 
 
-def served_base(model: ModelConfig, lora: LoraConfig, names: Sequence[str], tokenizer: Tokenizer) -> ServedBase:
+def served_base(
+    plan: DecoderPlan, model: ModelConfig, lora: LoraConfig, names: Sequence[str], tokenizer: Tokenizer
+) -> ServedBase:
     """Returns the base model with which adapters' folders are compared. `names`: in the API."""
     return ServedBase(
         served_names(model, names),
@@ -130,6 +133,7 @@ def served_base(model: ModelConfig, lora: LoraConfig, names: Sequence[str], toke
         tokenizer.has_token,
         requires_name=lora.require_base_name,
         takes_templates=lora.adapter_chat_templates,
+        formats=plan.format_names(model.dtype),
         card=card_of(opened_model(model.model)) if model.model is not None and model.model.is_file() else {},
     )
 

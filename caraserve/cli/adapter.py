@@ -50,6 +50,7 @@ def inspect(folder: Path, model: Path | None) -> Iterator[str]:
             yield _line("tensors", _tensors(file))
         if model is not None:
             plan, base = _model(model)
+            yield _line("served on", f"{plan.family}, weights in {plan.format_names()}")
             yield from _applied(folder, plan, base)
     except TensorFileError as error:
         raise AdapterRejected(str(error)) from None

@@ -335,12 +335,10 @@ def _model(config: ModelConfig, room_bytes: int | None) -> str:
             stored_tensors(folder)
         except TensorFileError as error:
             raise ModelLoadError(str(error)) from error
-    num_bytes, note = plan.weight_bytes(dtype_of(plan, config.dtype).itemsize), ""
-    if plan.is_quantized:
-        note = f" ({'; '.join(sorted(one.name for one in plan.layer_formats))})"
+    num_bytes = plan.weight_bytes(dtype_of(plan, config.dtype).itemsize)
     if room_bytes is not None and num_bytes > room_bytes:
         raise ModelLoadError(f"{folder}: weights of {human_bytes(num_bytes)}, and {human_bytes(room_bytes)} are free")
-    return f"{folder}: {plan.family}, weights of {human_bytes(num_bytes)}{note}"
+    return f"{folder}: {plan.family}, weights of {human_bytes(num_bytes)} ({plan.format_names(config.dtype)})"
 
 
 def _adapters(plan: DecoderPlan | None, model: ModelConfig, lora: LoraConfig) -> str:

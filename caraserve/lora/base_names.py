@@ -16,6 +16,9 @@ _PATH = re.compile(r"[./~]|[A-Za-z]:")  # how the path of a folder begins; a hub
 _QUANTISED = re.compile(
     r"[-_.](?:unsloth|bnb|[48]-?bits?|gptq|awq|int[48]|fp8|nf4|nvfp4|mxfp4|mxfp8|gguf|quantized|dynamic|w4a16|w8a8|w8a16)$"
 )
+_BITS = re.compile(r"[48](?=-?bit)|(?<=int)[48]|(?<=w)[48](?=a)")
+# The mark of a method says more than that of numbers.
+_METHOD, _NUMBERS = re.compile(r"bnb|gptq|awq"), re.compile(r"fp8|nf4|nvfp4|mxfp4")
 _OLD_PREFIX = re.compile(r"^meta-(?=llama)")  # Meta-Llama-3.1-8B was renamed Llama-3.1-8B
 _SAYS_NOTHING = re.compile(
     r"|\.+|dummy|base|(?:base|my|the|final|merged|full|local)?[-_]?(?:model|checkpoint|output|weights|snapshot|merged)s?"
@@ -53,6 +56,18 @@ def _plain(name: str) -> str:
 def is_quantised(name: str) -> bool:
     """Returns whether a name is that of a model whose weights are quantised."""
     return _plain(name) != _last_part(name)
+
+
+def is_in(name: str, formats: str) -> bool:
+    """Returns whether the marks of a name are those of a format that weights are in. `formats`: names of such, as of
+    `DecoderPlan.format_names`."""
+    marks, formats = _last_part(name).removeprefix(_plain(name)), formats.lower()
+    found = _BITS.search(marks)
+    bits = found[0] if found else ""
+    if method := _METHOD.search(marks):
+        word = method[0].replace("bnb", "bitsandbytes")
+        return (f"{bits}-bit {word}" if bits else word) in formats
+    return any(word in formats for word in (*_NUMBERS.findall(marks), *([f"int{bits}"] if bits else [])))
 
 
 def names_of_base(names: Iterable[str]) -> tuple[str, ...]:

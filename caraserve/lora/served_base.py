@@ -12,7 +12,7 @@ from caraserve.core.adapter_facts import AdapterFacts
 from caraserve.core.adapter_rules import MAX_CHAT_TEMPLATE_BYTES
 from caraserve.core.lora_layout import AdapterSpec
 from caraserve.errors import AdapterRejected
-from caraserve.lora.base_names import Likeness, is_quantised, likeness
+from caraserve.lora.base_names import Likeness, is_in, is_quantised, likeness
 from caraserve.lora.folder_texts import read_added_tokens, read_template
 from caraserve.lora.peft_fields import refusal, shown
 
@@ -27,7 +27,7 @@ class ServedBase:
 
     `names`: of `names_of_base`. `template`: its chat template. `has_token`: returns whether its tokenizer has a token.
     `requires_name`: whether adapters must name it. `takes_templates`: whether adapters' own chat templates are used.
-    `card`: what its file says about where it comes from.
+    `card`: what its file says about where it comes from. `formats`: of its weights, as `DecoderPlan.format_names`.
     """
 
     names: tuple[str, ...] = ()
@@ -36,6 +36,7 @@ class ServedBase:
     requires_name: bool = False
     takes_templates: bool = False
     card: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    formats: str = ""
 
     def is_other(self, facts: AdapterFacts) -> bool:
         """Returns whether an adapter was trained on another base model."""
@@ -89,8 +90,8 @@ class ServedBase:
         return " or ".join(map(repr, self.names))
 
     def _remarks(self, facts: AdapterFacts) -> Iterator[str]:
-        if is_quantised(facts.trained_on) and not self.is_other(facts):
-            yield f"was trained on quantised weights, {facts.trained_on!r}"
+        if is_quantised(facts.trained_on) and not (self.is_other(facts) or is_in(facts.trained_on, self.formats)):
+            yield f"was trained on quantised weights, {facts.trained_on!r}; those served are {self.formats}"
         if facts.template_digest:
             use = "is used" if self.takes_templates else "is not used; --adapter-chat-templates uses it"
             yield f"has a chat template of its own, which {use}"

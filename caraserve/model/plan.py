@@ -379,6 +379,11 @@ class DecoderPlan:
         """The names of the layers' formats that are not plain numbers, sorted."""
         return sorted({one.name for one in self.layer_formats if one is not PLAIN})
 
+    def format_names(self, dtype: str = "auto") -> str:
+        """Returns the names of the layers' formats, and `dtype` (`auto`: the checkpoint's) for plain numbers."""
+        plain = self.dtype if dtype == "auto" else dtype
+        return "; ".join(sorted({plain if one is PLAIN else one.name for one in self.layer_formats}))
+
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:
         """The different rotations of the layers; each needs a table of cos and sin."""

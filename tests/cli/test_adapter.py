@@ -49,6 +49,7 @@ def test_what_is_applied_and_what_is_left_out_is_said(tmp_path: Path, model: str
     code, lines, err = run(capsys, "inspect", str(folder), "--model", model)
     assert (code, err) == (0, "")
     assert lines[3:-1] == [
+        "served on llama, weights in float32",
         "applied   q_proj in 2 of 2 layers; rank 4; scale 2",
         "left out  adapter_config.json: target_modules has 'qkv', which the base model lacks",
         "left out  base_model.model.lm_head.base_layer.weight: the same as in the base model",

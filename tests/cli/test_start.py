@@ -96,7 +96,9 @@ def test_command_lines_of_other_servers_guides_work_without_torch(
         url = next(line for line in lines if "ready at" in line).split("ready at ")[1].split()[0]
         assert "has no effect" in "".join(lines)
         with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
-            models = {card["id"] for card in json.load(answer)["data"]}
+            cards = json.load(answer)["data"]
+        models, formats = {card["id"] for card in cards}, {card["weights"] for card in cards if not card["parent"]}
+        assert f"M parameters in {formats.pop()}, on " in "".join(lines)
         assert "demo" in models
         for name in models | ({"meta/demo"} & set(words)):
             body = json.dumps({"model": name, "prompt": "The sea", "max_tokens": 2}).encode()

@@ -2,7 +2,15 @@
 
 import pytest
 
-from caraserve.lora.base_names import Likeness, is_quantised, likeness, names_of_base
+from caraserve.lora.base_names import Likeness, is_in, is_quantised, likeness, names_of_base
+from caraserve.model.dtype import Dtype
+from caraserve.model.formats.awq import Awq
+from caraserve.model.formats.bitsandbytes import EIGHT_BITS, FourBits
+from caraserve.model.formats.fp8 import Fp8
+from caraserve.model.formats.gptq import Gptq
+from caraserve.model.formats.grouped import Scale
+from caraserve.model.formats.packed import NVFP4, PACKED_MXFP4, PackedIntegers
+from caraserve.model.formats.scaled_codes import Inputs
 
 LLAMA = names_of_base(["Llama-3.1-8B-Instruct"])
 
@@ -28,6 +36,26 @@ def test_organisation_case_folders_and_slashes_make_no_other_base(trained_on: st
 def test_a_mark_of_quantisation_makes_no_other_base(mark: str) -> None:
     assert likeness(f"unsloth/Llama-3.1-8B-Instruct-{mark}", LLAMA) is Likeness.SAME
     assert is_quantised(f"unsloth/Llama-3.1-8B-Instruct-{mark}")
+
+
+FORMATS = {
+    "bnb-4bit": FourBits.of("nf4", Dtype.BF16),
+    "bnb-8bit": EIGHT_BITS,
+    "GPTQ-Int4": Gptq.of(4, 128, symmetric=True, zero_step=1, has_order=False),
+    "GPTQ-Int8": Gptq.of(8, 128, symmetric=True, zero_step=1, has_order=False),
+    "AWQ": Awq.of(128),
+    "quantized.w4a16": PackedIntegers.of(4, 128, Scale.BF16, symmetric=True),
+    "FP8-dynamic": Fp8(Inputs.PER_TOKEN),
+    "NVFP4": NVFP4,
+    "MXFP4": PACKED_MXFP4,
+}
+
+
+@pytest.mark.parametrize("mark", FORMATS)
+def test_marks_of_quantisation_are_those_of_one_format(mark: str) -> None:
+    name = f"unsloth/Llama-3.1-8B-Instruct-{mark}"
+    assert [other for other, form in FORMATS.items() if is_in(name, f"bfloat16; {form.name}")] == [mark]
+    assert not is_in(name, "bfloat16")
 
 
 def test_dots_of_a_version_are_no_mark_of_quantisation() -> None:

@@ -15,6 +15,8 @@ from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.base_names import names_of_base
 from caraserve.lora.registry import Registry
 from caraserve.lora.served_base import ServedBase
+from caraserve.model.dtype import Dtype
+from caraserve.model.formats.bitsandbytes import FourBits
 from tests.lora.folders import SPEC, write_adapter
 from tests.lora.test_catalog import catalog
 from tests.lora.uploads import receiving, tar_of
@@ -42,7 +44,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[tuple[str, str
 async def test_an_adapter_of_another_base_is_loaded_with_a_warning(
     tmp_path: Path, logged: Callable[[], list[tuple[str, str]]]
 ) -> None:
-    async with receiving(tmp_path, base=ServedBase(NAMES)) as receiver:
+    async with receiving(tmp_path, base=ServedBase(NAMES, formats="bfloat16")) as receiver:
         write_adapter(tmp_path / "other", OTHER)
         info = await receiver.catalog.load("other", "other", inplace=False)
         assert info.facts.trained_on == "org/Small-1B-Instruct"
@@ -50,11 +52,21 @@ async def test_an_adapter_of_another_base_is_loaded_with_a_warning(
         assert logged() == [("WARNING", warning)]
         write_adapter(tmp_path / "same", SAME)
         await receiver.catalog.load("same", "same", inplace=False)
-        note = "adapter same was trained on quantised weights, 'unsloth/small-1b-bnb-4bit'"
+        note = "adapter same was trained on quantised weights, 'unsloth/small-1b-bnb-4bit'; those served are bfloat16"
         assert logged() == [("INFO", note)]
         for changes in ({}, {"base_model_name_or_path": "/data/mine"}, {"base_model_name_or_path": 7}):
             write_adapter(tmp_path / "silent", changes)
             await receiver.catalog.load("silent", "silent", inplace=True)
+        assert logged() == []
+
+
+async def test_an_adapter_that_was_trained_on_the_quantised_weights_that_are_served_needs_no_note(
+    tmp_path: Path, logged: Callable[[], list[tuple[str, str]]]
+) -> None:
+    base = ServedBase(NAMES, formats=f"{FourBits.of('nf4', Dtype.BF16).name}; bfloat16")
+    async with receiving(tmp_path, base=base) as receiver:
+        write_adapter(tmp_path / "same", SAME)
+        await receiver.catalog.load("same", "same", inplace=False)
         assert logged() == []
 
 

@@ -176,9 +176,10 @@ async def _sorted(names: dict[str, list[int]]) -> list[str]:
 
 
 def base_card(context: Context, name: str) -> dict[str, Any]:
-    """vLLM's model card of the base model, with what a GGUF file says about itself."""
-    card = context.engine.catalog.rules.base.card
-    return _card(context, name) | ({"gguf": dict(card)} if card else {})
+    """vLLM's model card of the base model, with the formats of its weights and what a GGUF file says about itself."""
+    base = context.engine.catalog.rules.base
+    own = {"weights": base.formats, "gguf": dict(base.card)}
+    return _card(context, name) | {key: value for key, value in own.items() if value}
 
 
 def _card(context: Context, name: str) -> dict[str, Any]:
