@@ -10,6 +10,7 @@ from caraserve.core.lora_layout import MAX_RANK, MAX_ROWS, PANEL, AdapterSpec, H
 from caraserve.cpu.jit import entry
 from caraserve.cpu.simd import store_release
 from caraserve.cpu.structs import LORA_ENTRY, LOST
+from caraserve.cpu.weight_memory import HUGE_PAGE_BYTES, huge_pages
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.vocabulary import SIDES
 from caraserve.util.units import align_up
@@ -45,7 +46,7 @@ class CpuImage:
         arrived = aligned_bytes(64).view(np.int64)
         arrived[:2] = 0, first_layer
         in_host = len(adapter.spec.layer_ends) if layers is None else layers
-        return cls(adapter, aligned_bytes(adapter.spec.num_bytes), arrived, in_host)
+        return cls(adapter, _image_bytes(adapter.spec.num_bytes), arrived, in_host)
 
     def computable_layers(self, *, assist: bool) -> int:
         """Returns how many first layers can be computed without waiting for the host cache. `assist`: CPU workers read
@@ -65,6 +66,11 @@ class CpuImage:
     def mark_lost(self) -> None:
         """Publishes that the other layers will never arrive; waiting kernels read the host's copy."""
         _publish(int(self.arrived.ctypes.data), LOST)
+
+
+def _image_bytes(num_bytes: int) -> NDArray[np.uint8]:
+    """Returns memory for an image: in huge pages, as base weights have it, if it fills one."""
+    return aligned_bytes(num_bytes) if num_bytes < HUGE_PAGE_BYTES else huge_pages(num_bytes)[:num_bytes]
 
 
 class DeviceAdapters:

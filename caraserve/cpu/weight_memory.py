@@ -14,7 +14,7 @@ from caraserve.util.units import align_up, ceil_div
 Raw = NDArray[np.generic]
 
 _CHUNK_BYTES = 32 << 20
-_HUGE_PAGE_BYTES = 2 << 20
+HUGE_PAGE_BYTES = 2 << 20
 
 
 def convert(raw: Raw, source: Dtype, target: Dtype) -> Raw:
@@ -48,7 +48,7 @@ def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
     """Returns zeroed memory in huge pages; it takes no room until it is written. With 4 KiB pages a core that streams
     weights loses a third of the bandwidth to address translation and to prefetchers that stop at each page."""
     # Python's default is shared memory, for which Linux has another setting, usually `never`.
-    memory = mmap.mmap(-1, align_up(num_bytes, _HUGE_PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, align_up(num_bytes, HUGE_PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
