@@ -177,6 +177,13 @@ class LoraConfig(Config):
         choices=tuple(LOADING_MODES),
         help="how to load an adapter that a request needs and that is not on the device",
     )
+    lora_dtype: str = option(
+        "auto",
+        type=lambda text: _DTYPES.get(text, text),
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="dtype in which adapters are kept; auto: that of each one's files, without rounding; 16 bits take half "
+        "the time and memory of float32",
+    )
     lora_kernel: str = option(
         "bgmv",
         choices=LORA_KERNELS,

@@ -43,6 +43,7 @@ from caraserve.lora.settings import SettingsStore
 from caraserve.lora.uploads import AdapterUploads
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.digest import model_digest
+from caraserve.model.dtype import DTYPES
 from caraserve.model.families import load_plan
 from caraserve.model.plan import DecoderPlan
 from caraserve.profiling.apply import check_profile, loading_rules, prepare_machine
@@ -171,7 +172,7 @@ async def build_engine(
         late_kernels=lambda: backend.late_kernels,
     )
     base = None if model_config.load_format == "dummy" else BaseTensors(folder, plan)
-    reader = AdapterReader(plan, on_loop, base)
+    reader = AdapterReader(plan, on_loop, base, DTYPES.get(lora_config.lora_dtype))
     stack.callback(reader.close)
     arena = Arena(backend.host_memory)
     mode = lora_config.mode

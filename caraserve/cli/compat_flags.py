@@ -81,7 +81,6 @@ FLAGS = (
     # LoRA
     _switch("--enable-lora", "adapters are always served"),
     _any("--max-cpu-loras --max-loaded-loras", _ADAPTER_MEMORY),
-    _any("--lora-dtype", "an adapter keeps the dtype of its own files"),
     _any("--lora-target-modules", "every adapter is applied to all modules that it was trained for", "several"),
     _any("--lora-extra-vocab-size", "adapters that add tokens are refused one by one"),
     _any("--lora-backend --max-lora-chunk-size", "the same kernels serve any mix of ranks; see --lora-kernel"),

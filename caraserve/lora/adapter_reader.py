@@ -18,6 +18,7 @@ from caraserve.lora.folder_contents import stamp
 from caraserve.lora.peft import TensorLayout, inspect_adapter, read_adapter, specify
 from caraserve.lora.writers import peft_adapter
 from caraserve.model.base_tensors import BaseTensors
+from caraserve.model.dtype import Dtype
 from caraserve.model.opened_file import TensorFileError
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFile
@@ -31,12 +32,17 @@ class AdapterReader:
     """Reads adapter folders on threads of its own, and calls back on the event loop."""
 
     def __init__(
-        self, plan: DecoderPlan, on_loop: Callable[[Callable[[], None]], None], base: BaseTensors | None = None
+        self,
+        plan: DecoderPlan,
+        on_loop: Callable[[Callable[[], None]], None],
+        base: BaseTensors | None = None,
+        dtype: Dtype | None = None,
     ) -> None:
-        """`base`: the tensors of the base model, with which those in adapters' files are compared."""
+        """`base`: the tensors of the base model, with which those in adapters' files are compared. `dtype`: of images;
+        None: of each adapter's own file."""
         self._download: Callable[[str, NDArray[np.uint8], Done, LayersArrived], None] | None = None
         self._on_read: Callable[[str, AdapterFolder, str], None] = lambda digest, folder, stamp: None
-        self._plan, self.on_loop, self._base = plan, on_loop, base
+        self._plan, self.on_loop, self._base, self._dtype = plan, on_loop, base, dtype
         self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
         # The last error of each unusable folder: each is logged once.
         self._refusals: WeakKeyDictionary[AdapterFolder, str] = WeakKeyDictionary()
@@ -54,12 +60,19 @@ class AdapterReader:
     def inspect(self, name: str, folder: Path) -> AdapterSpec:
         """Checks an adapter's configuration and tensors, and computes its digest; logs what is left out. Raises
         AdapterRejected or ServerBusy."""
-        return inspect_adapter(folder, self._plan, self._base, lambda text: _log_note(name, text))
+        return inspect_adapter(folder, self._plan, self._base, lambda text: _log_note(name, text), dtype=self._dtype)
+
+    def stamp(self, folder: Path) -> str:
+        """Returns the stamp of an adapter's files. The dtype of images belongs to it: with another, the same files have
+        another digest."""
+        of_files = stamp(folder)
+        return f"{of_files} {self._dtype.name}" if of_files and self._dtype is not None else of_files
 
     def specify(self, name: str, folder: Path, file: TensorFile) -> TensorLayout:
         """Returns the layout of an adapter whose file may still be arriving; logs what is left out. Raises as
         `inspect`, TensorFileError, or WholeFileNeeded."""
-        layout = specify(peft_adapter(folder, file, self._plan), self._plan, self._base, is_arriving=True)
+        adapter = peft_adapter(folder, file, self._plan)
+        layout = specify(adapter, self._plan, self._base, dtype=self._dtype, is_arriving=True)
         for text in layout.notes:
             _log_note(name, text)
         return layout
@@ -95,8 +108,8 @@ class AdapterReader:
             before = ""
             try:
                 with folder.opened() as path:
-                    before = stamp(path)
-                    result = read_adapter(path, self._plan, into, self._base)
+                    before = self.stamp(path)
+                    result = read_adapter(path, self._plan, into, self._base, dtype=self._dtype)
             except CaraServeError as error:
                 result = error
             except OSError as error:

@@ -23,7 +23,7 @@ from caraserve.lora.adapter import Adapter, RemoteSource, UploadSource, too_larg
 from caraserve.lora.adapter_folder import AdapterFolder, AdapterFolders
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.combinations import Combinations
-from caraserve.lora.folder_contents import RefusedFolders, changed_s, stamp
+from caraserve.lora.folder_contents import RefusedFolders, changed_s
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import resolve_adapter_path
 from caraserve.lora.registry import UNLOADED, UPLOADING, AdapterInfo, Registry
@@ -199,7 +199,7 @@ class Catalog:
         """Removes an adapter from the registry or, if --adapters-dir has a folder of its name, records that the folder
         stays unloaded as it is. Returns the stamp of such a folder, else an empty text."""
         watched = self.rules.watched
-        kept = "" if watched is None else stamp(watched / info.name)
+        kept = "" if watched is None else self._reader.stamp(watched / info.name)
         if watched is not None and kept and info.targets:
             self._registry.put(replace(info, path=str(watched / info.name), stamp=kept, state=UNLOADED))
         else:
@@ -210,6 +210,10 @@ class Catalog:
         """Forgets what is known of a folder in --adapters-dir that is gone."""
         self._unloaded.pop(name, None)
         self.refused.forget(name)
+
+    def stamp(self, folder: Path) -> str:
+        """Returns the stamp of an adapter's files, as in the registry's entries."""
+        return self._reader.stamp(folder)
 
     def stays_unloaded(self, name: str, now: str) -> bool:
         """Whether the folder of a name in --adapters-dir, with the stamp `now`, was unloaded as it is."""
@@ -264,7 +268,7 @@ class Catalog:
     async def add_stored(self, name: str, spec: AdapterSpec, facts: AdapterFacts, folder: AdapterFolder) -> AdapterInfo:
         """Points a name at an adapter whose folder has just been stored and checked, for a caller that is `changing`
         the name. Raises CaraServeError if the registry cannot be written."""
-        info = _info_of(name, spec, facts, folder.path, await self._on_thread(stamp, folder.path))
+        info = _info_of(name, spec, facts, folder.path, await self._on_thread(self._reader.stamp, folder.path))
         await self._register(info, folder)
         return info
 
@@ -317,7 +321,7 @@ class Catalog:
         changed. Raises CaraServeError for an adapter that cannot be served, or that was unloaded and then found."""
         check_adapter_name(name, self.rules.base_name)
         known = self._registry.get(name)
-        if known is None or (known.path, known.stamp) != (os.path.realpath(path), stamp(path)):
+        if known is None or (known.path, known.stamp) != (os.path.realpath(path), self._reader.stamp(path)):
             return None
         if not self._registry.knows_facts(name):
             return None
@@ -335,7 +339,7 @@ class Catalog:
         changed."""
         if info.state != UNLOADED:
             return False
-        if info.name not in given and stamp(Path(info.path)) != info.stamp:
+        if info.name not in given and self._reader.stamp(Path(info.path)) != info.stamp:
             self._registry.remove(info.name)
         return True
 
@@ -378,7 +382,7 @@ class Catalog:
                 f"adapter {info.name!r} at {info.path!r} is left out: it is not in a folder that --adapters-dir or "
                 "--allow-adapter-path names; name it in --lora-modules, or allow its folder"
             )
-        if folder is None or stamp(folder) != info.stamp:
+        if folder is None or self._reader.stamp(folder) != info.stamp:
             self.refused.note(info.name, "its files are gone or have changed; load it again to use it")
             return f"adapter {info.name!r}: {info.path} is gone or has changed; load it again to use it"
         try:
@@ -409,7 +413,7 @@ class Catalog:
         """Reads and checks an adapter, and computes its digest. Raises CaraServeError."""
         try:
             with folder.opened() as path:
-                before = stamp(path)
+                before = self._reader.stamp(path)
                 spec = self._reader.inspect(name, path)
                 facts = self.rules.base.facts_of(path, spec)
         except OSError as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 from caraserve.errors import AdapterBusy, AdapterRejected, CaraServeError, ServerBusy
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog
-from caraserve.lora.folder_contents import NO_ADAPTERS, stamp, why_alias, why_no_adapter
+from caraserve.lora.folder_contents import NO_ADAPTERS, why_alias, why_no_adapter
 from caraserve.lora.upload_folders import is_uploaded
 from caraserve.util.tasks import Tasks
 
@@ -60,7 +60,7 @@ class FolderWatch:
 
     async def poll(self) -> None:
         """Looks at all folders once."""
-        found = await asyncio.to_thread(_poll, self._root)
+        found = await asyncio.to_thread(_poll, self._root, self._catalog.stamp)
         seen, self._polled = self._polled, found
         for name in [name for name in self._aliased if self._aliases.find(name) is None]:
             self._aliased.discard(name)
@@ -145,7 +145,7 @@ class FolderWatch:
             log.warning("adapter %s cannot be unloaded: %s", name, error.message)
 
 
-def _poll(root: Path) -> _Polled:
+def _poll(root: Path, stamp: Callable[[Path], str]) -> _Polled:
     """Looks at all folders of the root. Raises OSError if it cannot be read."""
     began_s = time.thread_time()
     with os.scandir(root) as entries:

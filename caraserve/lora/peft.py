@@ -41,7 +41,7 @@ from caraserve.lora.vocabulary import ChangedMatrix, VocabularyWriter, differing
 from caraserve.lora.writers import open_adapter
 from caraserve.lora.writers.stored_adapter import StoredAdapter
 from caraserve.model.base_tensors import BaseTensors
-from caraserve.model.dtype import Dtype, to_float32
+from caraserve.model.dtype import NAMES, Dtype, rounded, to_float32
 from caraserve.model.linear_plan import LinearPlan
 from caraserve.model.opened_file import TensorFileError
 from caraserve.model.plan import DecoderPlan
@@ -170,9 +170,13 @@ class ImageWriter:
     def _values(self, module: Module, matrix: str) -> tuple[Array, float]:
         """Returns a matrix in the adapter's dtype, and its largest absolute value."""
         kind, dtype = self._layout.kind, self._layout.spec.dtype
-        read = {name: _finite(self._file, tensor, dtype) for name, tensor in self._sources(module, matrix).items()}
+        exact = Dtype.F32 if kind.is_computed else dtype
+        read = {name: _finite(self._file, tensor, exact) for name, tensor in self._sources(module, matrix).items()}
         values = kind.matrix(matrix, {name: tensor for name, (tensor, _) in read.items()}, self._linear(module))
-        return values, _largest(values, dtype) if kind.is_computed else max(largest for _, largest in read.values())
+        if not kind.is_computed:
+            return values, max(largest for _, largest in read.values())
+        stored = _rounded(values, dtype, f"module {self._linear(module).module}")
+        return stored, _largest(stored, dtype)
 
     def _vectors(self, module: Module) -> tuple[Array, float]:
         """Returns factors and biases, float32 [2, outputs], and the largest absolute value of these."""
@@ -206,13 +210,18 @@ def check_update(largest: float, what: str) -> None:
 
 
 def inspect_adapter(
-    folder: Path, plan: DecoderPlan, base: BaseTensors | None = None, note: Callable[[str], None] = lambda text: None
+    folder: Path,
+    plan: DecoderPlan,
+    base: BaseTensors | None = None,
+    note: Callable[[str], None] = lambda text: None,
+    *,
+    dtype: Dtype | None = None,
 ) -> AdapterSpec:
     """Checks an adapter's configuration and tensors, and computes its digest. `base`: the base model's tensors, with
     which those in the adapter's file are compared; without, these are refused. `note`: called with what is left out.
-    Raises AdapterRejected, or ServerBusy if they cannot be checked now."""
+    `dtype`: of the image, as in `specify`. Raises AdapterRejected, or ServerBusy if they cannot be checked now."""
     with opened(folder, plan) as adapter:
-        layout = specify(adapter, plan, base)
+        layout = specify(adapter, plan, base, dtype=dtype)
         check_copies(layout.copies, layout.file, base)
         ends = layout.spec.layer_ends
         layer = aligned_bytes(max(end - start for start, end in pairwise((0, *ends))))
@@ -229,12 +238,14 @@ def check_layout(folder: Path, plan: DecoderPlan, base: BaseTensors | None = Non
         return specify(adapter, plan, base).spec
 
 
-def read_adapter(folder: Path, plan: DecoderPlan, into: Bytes, base: BaseTensors | None = None) -> HostAdapter:
+def read_adapter(
+    folder: Path, plan: DecoderPlan, into: Bytes, base: BaseTensors | None = None, *, dtype: Dtype | None = None
+) -> HostAdapter:
     """Reads and checks a whole adapter, which `inspect_adapter` has accepted, into `into`. Raises AdapterRejected
     naming the field or tensor."""
 
     with opened(folder, plan) as adapter:
-        layout = _layout(parse_config(adapter.fields, plan), adapter.tensors, plan, base)
+        layout = _layout(parse_config(adapter.fields, plan), adapter.tensors, plan, base, dtype=dtype)
         if layout.spec.num_bytes > into.nbytes:
             raise files_changed()
         spec = _fill(layout, lambda start, end: into[start:end])
@@ -307,14 +318,20 @@ class WholeFileNeeded(Exception):
 
 
 def specify(
-    adapter: StoredAdapter, plan: DecoderPlan, base: BaseTensors | None = None, *, is_arriving: bool = False
+    adapter: StoredAdapter,
+    plan: DecoderPlan,
+    base: BaseTensors | None = None,
+    *,
+    dtype: Dtype | None = None,
+    is_arriving: bool = False,
 ) -> TensorLayout:
-    """Returns the layout of an adapter's tensors in the file and in the image. Reads no tensor but a whole embedding or
-    head, which is compared with the base model's. Raises AdapterRejected, ServerBusy if the configuration's regular
-    expressions cannot be matched now, or WholeFileNeeded if the file `is_arriving`."""
+    """Returns the layout of an adapter's tensors in the file and in the image. `dtype`: of the image; None: the one in
+    which no value is rounded. Reads no tensor but a whole embedding or head, which is compared with the base model's.
+    Raises AdapterRejected, ServerBusy if the configuration's regular expressions cannot be matched now, or
+    WholeFileNeeded if the file `is_arriving`."""
     refuse_experts(adapter.tensors, plan)
     config = parse_config(adapter.fields, plan)
-    layout = _layout(config, adapter.tensors, plan, base, is_arriving=is_arriving)
+    layout = _layout(config, adapter.tensors, plan, base, dtype=dtype, is_arriving=is_arriving)
     names = [name for module in sorted(layout.modules) for name in layout.modules[module].names]
     config.check_patterns((*names, *(one.module for one in layout.vocabulary if one.change.rank)))
     return layout
@@ -326,6 +343,7 @@ def _layout(
     plan: DecoderPlan,
     base: BaseTensors | None,
     *,
+    dtype: Dtype | None,
     is_arriving: bool = False,
 ) -> TensorLayout:
     """As `specify`, but matches no regular expressions: they change nothing in the layout."""
@@ -342,7 +360,7 @@ def _layout(
     tensors = [module.tensors[name] for module in modules.values() for name in of_matrices]
     dtypes = {file.dtype(tensor) for tensor in (*tensors, *(name for one in vocabulary for name in one.tensors))}
     exact = dtypes.pop() if len(dtypes) == 1 else Dtype.F32  # fp32 represents all of them exactly
-    dtype = Dtype.F32 if config.kind.is_computed else exact
+    dtype = dtype or (Dtype.F32 if config.kind.is_computed else exact)
     sizes = {place: (module.rank, module.scale) for place, module in modules.items()}
     changes = [one.change for one in vocabulary]
     has_vectors = isinstance(config.kind, KindWithVectors)
@@ -362,7 +380,22 @@ def _finite(file: AdapterTensors, name: str, dtype: Dtype, rows: Sequence[int] |
     largest = _largest(raw, source)
     if not math.isfinite(largest):
         raise AdapterRejected(f"tensor {name} has values that are not finite")
-    return raw if source is dtype else to_float32(raw, source), largest
+    if source is dtype:
+        return raw, largest
+    values = _rounded(to_float32(raw, source), dtype, f"tensor {name}")
+    return values, _largest(values, dtype)
+
+
+def _rounded(values: Array, dtype: Dtype, what: str) -> Array:
+    """Rounds values to a dtype. Raises AdapterRejected if the largest are beyond its range."""
+    with np.errstate(over="ignore"):
+        stored = rounded(to_float32(values, Dtype.F32), dtype)
+    if not math.isfinite(_largest(stored, dtype)):
+        raise AdapterRejected(
+            f"{what} has values up to {_largest(values, Dtype.F32):.3g}, beyond those of {NAMES[dtype]}, in which "
+            "--lora-dtype stores adapters; give --lora-dtype auto"
+        )
+    return stored
 
 
 def _largest(raw: Array, dtype: Dtype) -> float:

@@ -37,6 +37,7 @@ class Code(Enum):
 
 
 DTYPES = {"float32": Dtype.F32, "bfloat16": Dtype.BF16, "float16": Dtype.F16}  # names in --dtype and config.json
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def to_float32(raw: NDArray[np.generic], dtype: Dtype) -> NDArray[np.float32]:

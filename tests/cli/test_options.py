@@ -148,7 +148,6 @@ def test_unsupported_options_are_refused_with_advice(words: list[str], instead: 
         (["--reasoning-parser", "deepseek_r1"], "chat template"),
         (["--tool-parser-plugin", "x.py"], "no code is loaded"),
         (["--guided-decoding-backend", "xgrammar"], "llguidance"),
-        (["--lora-dtype", "bfloat16"], "its own files"),
         (["--lora-eviction-policy", "lru"], "how often they are requested"),
         (["--lora-target-modules", "q_proj"], "all modules that it was trained for"),
         (["--swap-space", "4"], "computed again"),

@@ -30,7 +30,6 @@ from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.lora.adapter import Done, RemoteSource, Source
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
-from caraserve.lora.folder_contents import stamp
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.registry import AdapterInfo
 from caraserve.util.tasks import Tasks, in_turns
@@ -329,7 +328,7 @@ class AdapterStore:
                 await self._check_folder(digest, version.source, version.num_bytes)
 
     async def _check_folder(self, digest: str, folder: AdapterFolder, num_bytes: int) -> None:
-        found = await self._on_thread(self._reader.executor, stamp, folder.path)
+        found = await self._on_thread(self._reader.executor, self._reader.stamp, folder.path)
         if found and found == self._stamps.get(digest):
             self._checked_s[digest] = self._now()
             return
