@@ -8,7 +8,10 @@ body. Phases of a block (| is a barrier): [choose sources] the block before to t
 project + LoRA expand, activation | rotate, append KV | attend | [shrink |] project + expand, to the stream or apart |
 A delta net convolves before the barrier of its projection, and has recurrence | in place of attention's phases.
 A mixture of experts has route | before the second projection, if it has one, and after it experts.py's own phases.
-The bracketed phases run only when the batch has an adapter, so base-only traffic pays nothing for LoRA. While an
+The bracketed phases run only when the batch has an adapter, so base-only traffic pays nothing for LoRA. Weights in
+bfloat16, and some formats, read prepared rows: those of a norm are prepared with it, those of a second projection
+before a barrier, which is that of the shrink if there is one. So a layer of attention and MLP has 8 barriers, 10 with
+prepared rows, and 12 with adapters. While an
 adapter is arriving, its hand-off to CPU workers takes the place of its shrink, and adding their results that of its
 expand; see compute_side.py.
 """
@@ -69,7 +72,7 @@ from caraserve.cpu.vocabulary import change_embedding, change_logits, multiply_b
 
 LORA_ENTRY_BYTES, _LAYER_BYTES, _BLOCK_BYTES = (np.int64(kind.itemsize) for kind in (LORA_ENTRY, LAYER, BLOCK))
 _call3, _call4, _call6, _call7 = (call_by_address(count) for count in (3, 4, 6, 7))
-_call8, _call9, _call13, _call14 = (call_by_address(count) for count in (8, 9, 13, 14))
+_call8, _call9, _call14 = (call_by_address(count) for count in (8, 9, 14))
 _SHRINK_TOKENS = 24  # tokens of one item of shrink work, so that the team shares long prompts
 
 
@@ -197,23 +200,23 @@ def _prepare(thread, team, buffers, sites, count, x, x_stride, rows):  # type: i
     prepare_rows(sites, count, x + first * x_stride, x_stride, end - first, buffers.prepared + first * stride, stride)
 
 
-@compiled_separately(13)
+@compiled_separately(14)
 def project(  # type: ignore[no-untyped-def]
     thread, team, model_address, buffers_address, lora_address, batch_address, group_address,
-    kind, x, x_stride, y, y_stride, add,
+    kind, x, x_stride, y, y_stride, add, prepares,
 ):  # fmt: skip
     """Computes a group of projections of all tokens, with their adapters. Each thread computes as many panels as
-    others: of the group, or of each site in a block of kind MLP."""
+    others: of the group, or of each site in a block of kind MLP. `prepares`: whether x has not been prepared yet."""
     model, buffers, lora = model_at(model_address), buffers_at(buffers_address), lora_at(lora_address)
     batch, group = batch_at(batch_address), group_at(group_address)
     prepared, prepared_stride = buffers.prepared, buffers.prepared_bytes
     sites = site_address(model, group.layer, group.first_site)
-    is_prepared = wants_prepared(sites, group.sites)
-    if is_prepared:
+    is_preparing = prepares != 0 and wants_prepared(sites, group.sites)
+    if is_preparing:
         _prepare(thread, team, buffers, sites, group.sites, x, x_stride, batch.tokens)
     if batch.max_rank > 0:
         _shrink(thread, team, model, buffers, lora, batch, group, x, x_stride)
-    if is_prepared or batch.max_rank > 0:
+    if is_preparing or batch.max_rank > 0:
         meet(buffers.barrier, team)
     before = np.int64(0)  # panels of the preceding sites
     for which in range(group.sites):
@@ -240,7 +243,8 @@ def project(  # type: ignore[no-untyped-def]
 
 @kernel
 def _update_rows(thread, team, model, buffers, batch, before, block):  # type: ignore[no-untyped-def]
-    """Adds the output of the block before to the stream, and normalises the stream to the rows that a block reads.
+    """Adds the output of the block before to the stream, and normalises the stream to the rows that a block reads,
+    which are prepared at once for its first projections.
 
     `before`, `block`: addresses of BLOCK records; 0: nothing to add, or no rows wanted.
     """
@@ -260,6 +264,9 @@ def _update_rows(thread, team, model, buffers, batch, before, block):  # type: i
                 _call4(buffers.normalise, pre, stream, rows, 0)
             else:
                 copy_vector(stream, model.hidden, rows)
+            group, prepared = group_at(block_at(block).group_in), buffers.prepared + token * buffers.prepared_bytes
+            sites = site_address(model, group.layer, group.first_site)
+            prepare_rows(sites, group.sites, rows, stride, 1, prepared, buffers.prepared_bytes)
 
 
 @kernel
@@ -297,10 +304,10 @@ def decoder_layer(  # type: ignore[no-untyped-def]
             _update_rows(thread, team, model, buffers, batch, before, reader)
             meet(barrier, team)
         rows, row_bytes = buffers.projected, group_at(block.group_in).row_bytes
-        _call13(
+        _call14(
             buffers.project,
             *(thread, team, model_address, buffers_address, lora_address, batch_address, block.group_in),
-            *(block.kind, buffers.normed, stride, rows, row_bytes, STORE),
+            *(block.kind, buffers.normed, stride, rows, row_bytes, STORE, block.keeps_rows),
         )
         if block.kind == ATTENTION:
             meet(barrier, team)
@@ -335,10 +342,10 @@ def decoder_layer(  # type: ignore[no-untyped-def]
             x = rows + (mlp.up if mlp.gate == NO_COLUMN else mlp.gate)
         y, add = (buffers.hidden, ADD) if block.adds_directly else (buffers.added, STORE)
         if block.group_out != 0:
-            _call13(
+            _call14(
                 buffers.project,
                 *(thread, team, model_address, buffers_address, lora_address, batch_address, block.group_out),
-                *(block.kind, x, row_bytes, y, stride, add),
+                *(block.kind, x, row_bytes, y, stride, add, 1),
             )
             add = ADD
         meet(barrier, team)
@@ -413,14 +420,14 @@ def _logits(thread, team, model, buffers, lora, batch, logits):  # type: ignore[
     stride, y_stride = 4 * model.hidden_pad, 4 * model.vocab_pad
     for index in range(thread, batch.outputs + batch.embeddings, team):
         x = buffers.hidden + word(batch.out_token, index) * stride
-        _call4(buffers.normalise, model.final, x, buffers.normed + index * stride, 0)
+        row = buffers.normed + index * stride
+        _call4(buffers.normalise, model.final, x, row, 0)
+        if index < batch.outputs:
+            prepared = buffers.prepared + index * buffers.prepared_bytes
+            prepare_rows(model.head, 1, row, stride, 1, prepared, buffers.prepared_bytes)
     meet(buffers.barrier, team)
-    is_prepared = wants_prepared(model.head, 1)
-    if is_prepared:
-        _prepare(thread, team, buffers, model.head, 1, buffers.normed, stride, batch.outputs)
     if batch.vocabulary != 0:
         multiply_by_head(thread, team, model, buffers, lora, batch, buffers.normed, stride)
-    if is_prepared or batch.vocabulary != 0:
         meet(buffers.barrier, team)
     panels = model.vocab_pad // PANEL
     first, end = thread * panels // team, (thread + 1) * panels // team
