@@ -102,9 +102,10 @@ class _GgufTensors:
                 if known is PLAIN:
                     raw, dtype = reader(name, shape)
                     yield lambda start, stop: raw[start:stop], dtype
+                elif len(shape) != 2:
+                    raise TensorFileError(f"{name} has shape {list(shape)}; blocks are compared in matrices only")
                 else:
-                    count, inputs = shape
-                    matrix = known.read(reader, name.removesuffix(".weight"), (count, inputs))
+                    matrix = known.read(reader, name.removesuffix(".weight"), (shape[0], shape[1]))
                     yield lambda start, stop: known.values(matrix.rows(range(start, stop))), Dtype.F32
-        except (ModelLoadError, ValueError) as error:
+        except ModelLoadError as error:
             raise TensorFileError(str(error)) from error

@@ -28,6 +28,11 @@ class NotRead(Exception):
         super().__init__(f"{what} is not read; {right} {'are' if ', ' in right else 'is'}")
 
 
+def is_group(size: object) -> bool:
+    """Returns whether a field is a number of inputs with one scale that kernels compute with."""
+    return type(size) is int and 16 <= size <= 1 << 20 and size % 16 == 0
+
+
 def format_of_group(name: str, group: Any, format_of_all: Any, dtype: Dtype) -> WeightFormat:
     """Returns the format of the modules of a group. `dtype`: of the model, which scales have. Raises NotRead."""
     if not isinstance(group, dict):
@@ -55,13 +60,14 @@ def format_of_group(name: str, group: Any, format_of_all: Any, dtype: Dtype) -> 
 def _packed_integers(name: str, weights: Mapping[str, Any], dtype: Dtype) -> WeightFormat:
     _check(name, "weights", weights, type="int")
     bits, strategy = weights.get("num_bits"), weights.get("strategy")
-    if bits not in (4, 8):
+    if type(bits) is not int or bits not in (4, 8):
         raise NotRead(f"num_bits {bits!r:.200} of the weights of {name}", "4 or 8")
     if weights.get("actorder") not in (None, False, "group", "dynamic", "weight", "static"):
         raise NotRead(f"actorder {weights['actorder']!r:.200} of {name}", "group, dynamic, weight or static")
-    size: Any = 0 if strategy == "channel" else weights.get("group_size")
+    size: Any = 0 if strategy == "channel" else weights.get("group_size")  # 0: all inputs
     symmetric = weights.get("symmetric", True)
-    if strategy not in ("channel", "group") or not isinstance(symmetric, bool) or not _is_group(size):
+    is_known = strategy == "channel" or (strategy == "group" and is_group(size))
+    if not is_known or not isinstance(symmetric, bool):
         raise NotRead(
             f"strategy {strategy!r:.200}, group_size {size!r:.200}, symmetric {symmetric!r:.200} of {name}",
             "channel, or group with a multiple of 16,",
@@ -81,7 +87,7 @@ def _bytes(name: str, weights: Mapping[str, Any], activations: Any) -> WeightFor
     if strategy not in ("block", "group") or not isinstance(blocks, list) or len(blocks) != 2:
         raise NotRead(f"weights of {name} with strategy {strategy!r:.200}", "tensor, channel, group or block")
     rows, group = blocks
-    if type(rows) is not int or rows < 1 or not group or not _is_group(group):
+    if type(rows) is not int or rows < 1 or not is_group(group):
         raise NotRead(f"weights of {name} in blocks of {blocks!r:.200}", "a multiple of 16 inputs")
     return BlockCodes.of(code, rows, group, _SUFFIX)
 
@@ -106,7 +112,7 @@ def _scheme(fields: Any, what: str) -> type[Fp8] | type[Int8]:
         raise NotRead(f"{what} {fields!r:.200}", "an object")
     kind: Any
     kind, bits, symmetric = (fields.get(key) for key in ("type", "num_bits", "symmetric"))
-    if kind not in _SCHEMES or bits != 8 or symmetric is not True:
+    if not isinstance(kind, str) or kind not in _SCHEMES or bits != 8 or symmetric is not True:
         raise NotRead(
             f"{what} of type {kind!r:.200} with {bits!r:.200} bits, symmetric {symmetric!r:.200}",
             "float or int with 8 bits, symmetric",
@@ -118,7 +124,3 @@ def _check(name: str, what: str, fields: Mapping[str, Any], **wanted: Any) -> No
     for key, right in wanted.items():
         if fields.get(key) != right:
             raise NotRead(f"{key} {fields.get(key)!r:.200} of the {what} of {name}", repr(right))
-
-
-def _is_group(size: object) -> bool:
-    return type(size) is int and 0 <= size <= 1 << 20 and size % 16 == 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from caraserve.errors import ModelLoadError
-from caraserve.model.compressed_groups import NotRead, format_of_group
+from caraserve.model.compressed_groups import NotRead, format_of_group, is_group
 from caraserve.model.dtype import DTYPES, Code, Dtype
 from caraserve.model.formats import WeightFormat
 from caraserve.model.formats.awq import Awq
@@ -111,7 +111,7 @@ def _fp8(section: Mapping[str, Any], dtype: Dtype) -> Quantization:
     form: WeightFormat = Fp8(schemes[scheme])
     blocks = section.get("weight_block_size")
     if blocks:
-        if not isinstance(blocks, list) or len(blocks) != 2 or not all(map(_is_group, blocks)) or scheme != "dynamic":
+        if not isinstance(blocks, list) or len(blocks) != 2 or not all(map(is_group, blocks)) or scheme != "dynamic":
             raise NotRead(f"weight_block_size {blocks!r:.200}, activation_scheme {scheme}", "[128, 128] and dynamic")
         rows, group = blocks
         form = BlockCodes.of(Code.F8_E4M3, rows, group, ".weight_scale_inv")
@@ -155,7 +155,7 @@ def _gptq_format(section: Mapping[str, Any]) -> Gptq:
     if not isinstance(stored, str) or stored not in steps:
         raise NotRead(f"checkpoint_format {stored!r:.200}", " or ".join(steps))
     bits = section.get("bits")
-    if bits not in (4, 8):
+    if type(bits) is not int or bits not in (4, 8):
         raise NotRead(f"bits {bits!r:.200} of GPTQ", "4 or 8")
     return Gptq.of(
         bits,
@@ -216,13 +216,9 @@ def _group_size(section: Mapping[str, Any]) -> int:
     size = section.get("group_size", 128)
     if size == -1:
         return 0
-    if not _is_group(size):
+    if not is_group(size):
         raise NotRead(f"group_size {size!r:.200}", "-1 or a multiple of 16")
     return int(size)
-
-
-def _is_group(size: object) -> bool:
-    return type(size) is int and 16 <= size <= 1 << 20 and size % 16 == 0
 
 
 def _flag(section: Mapping[str, Any], key: str, default: bool) -> bool:

@@ -233,7 +233,8 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "dtype": (lambda state: state.update(dtype="float16"), "says dtype 'float16'; 'bfloat16' is read"),
     "nested block": (lambda state: state.update(nested_blocksize=1), "says nested_blocksize 1; 256 is read"),
     "not nested": (lambda state: state.pop("nested_blocksize"), "says nested_blocksize None; 256 is read"),
-    "offset": (lambda state: state.update(nested_offset="0"), "nested_offset is '0', not a number"),
+    "offset": (lambda state: state.update(nested_offset="0"), "nested_offset is '0'; a finite number is"),
+    "no offset": (lambda state: state.update(nested_offset=10**400), "nested_offset is 1000+; a finite number is"),
 }
 
 

@@ -17,6 +17,7 @@ from caraserve.model.dtype import Dtype, to_float32
 from caraserve.model.families import load_plan
 from caraserve.model.gguf.files import card_of, names_in, open_model, plain_name
 from caraserve.model.gguf_reader import GgufFile
+from caraserve.model.plan import Attention
 from tests.model.gguf_files import header, write_gguf
 
 HIDDEN, HEADS, DIM, VOCAB, INNER = 64, 4, 16, 48, 96
@@ -142,8 +143,24 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Tensors], object], str]] = {
         lambda tensors: tensors.update({"blk.0.attn_q_norm.weight": np.ones(4, np.float32)}),
         "tensor 'blk.0.attn_q_norm.weight' is not known in models of architecture llama",
     ),
+    "a layer more than it says": (
+        {},
+        lambda tensors: tensors.update({"blk.2.attn_q.weight": np.ones((HIDDEN, HIDDEN), np.float32)}),
+        "tensor 'blk.2.attn_q.weight' is not known in models of architecture llama",
+    ),
     "pooling": ({"llama.pooling_type": 1}, len, "llama.pooling_type is 1; it is not served (mean)"),
 }
+
+
+def test_a_factor_of_positions_without_a_type_is_linear(tmp_path: Path) -> None:
+    def rope(**changed: Any) -> Any:
+        attention = load_plan(model(tmp_path / "m.gguf", changed)).layers[0].blocks[0].body
+        assert isinstance(attention, Attention)
+        return attention.rope
+
+    plain, factor = rope(), {"llama.rope.scaling.factor": 4.0}
+    assert rope(**factor) == rope(**factor, **{"llama.rope.scaling.type": "linear"}) != plain
+    assert rope(**factor, **{"llama.rope.scaling.type": "none"}) == plain
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -140,6 +140,7 @@ REFUSED = {
     "sparse": (compressed("int", None) | {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
     "pattern": (compressed("int", None, ignore=("re:(",)), r"ignore 're:\(' is not read; regular expressions"),
     "gptq of 3 bits": (GPTQ | {"bits": 3}, "bits 3 of GPTQ is not read; 4 or 8 is"),
+    "gptq of bits that are no integer": (GPTQ | {"bits": 4.0}, "bits 4.0 of GPTQ is not read; 4 or 8 is"),
     "gptq for marlin": (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
     "gptq of marlin": (GPTQ | {"is_marlin_format": True}, "is_marlin_format true"),
     "gptq group": (GPTQ | {"group_size": 7}, "group_size 7 is not read; -1 or a multiple of 16 is"),
@@ -158,6 +159,8 @@ REFUSED = {
     "another table": (NF4 | {"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type 'int4' is not read; nf4 or fp4 is"),
     "another storage": (NF4 | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage 'bfloat16'"),
     "packs of 3 bits": (packed(num_bits=3), "num_bits 3 of the weights of group_0 is not read; 4 or 8 is"),
+    "packs of no inputs": (packed(group_size=0), "strategy 'group', group_size 0"),
+    "a type that is a list": (packed("int-quantized", type=[], num_bits=8), r"type \[\]"),
     "order": (packed(actorder="random"), "actorder 'random' of group_0"),
     "packs per tensor": (packed(strategy="tensor"), "strategy 'tensor', group_size 128"),
     "nvfp4 groups": (

@@ -104,8 +104,8 @@ class FourBits(GroupedFormat):
             found = to_float32(*tensors(f"{weight}.absmax", (count,)))
         else:
             offset = state.get("nested_offset")
-            if not isinstance(offset, int | float):
-                raise ModelLoadError(f"{weight}: nested_offset is {offset!r:.80}, not a number")
+            if not isinstance(offset, float) or not np.isfinite(offset):
+                raise ModelLoadError(f"{weight}: nested_offset is {ascii(offset)[:80]}; a finite number is read")
             places = tensors.codes(f"{weight}.absmax", (count,), Code.U8)
             above = to_float32(*tensors(f"{weight}.nested_absmax", (ceil_div(count, _NESTED_BLOCK),)))
             table = to_float32(*tensors(f"{weight}.nested_quant_map", (256,)))

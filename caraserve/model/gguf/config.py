@@ -147,7 +147,7 @@ def _rotation(model: GgufModel, keys: _Keys, config: Mapping[str, Any], vector: 
 
 def _scaling(model: GgufModel, keys: _Keys, config: Mapping[str, Any], vector: Vector) -> dict[str, Any]:
     """Returns `rope_scaling`, empty if frequencies are as they are."""
-    kind = keys.get("rope.scaling.type") or "none"
+    kind = keys.get("rope.scaling.type") or "linear"  # as llama.cpp takes a factor without a type
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     attention = keys.number("rope.scaling.attn_factor", 1.0)
     if keys.number("rope.scaling.yarn_log_multiplier", 0.0) != 0:
@@ -175,9 +175,9 @@ def _scaling(model: GgufModel, keys: _Keys, config: Mapping[str, Any], vector: V
         return {"rope_type": "divided", "divisors": list(vector("rope_freqs.weight"))}
     match kind:
         case "none":
-            return {"rope_type": "linear", "factor": factor} if "rope.scale_linear" in keys else {}
+            return {}
         case "linear":
-            return {"rope_type": "linear", "factor": factor}
+            return {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
         case "yarn":
             keys.integer("rope.scaling.original_context_length")
             return {"rope_type": "yarn", "factor": factor, **yarn}

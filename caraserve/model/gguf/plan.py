@@ -84,10 +84,12 @@ class _Names:
             raise ModelLoadError(f"{self._model.name}: tensor {stored}: {error.message}") from None
 
     def check_all_used(self, layers: int) -> None:
-        """Raises ModelLoadError for a tensor that is used by nothing, but of layers that predict several tokens."""
+        """Raises ModelLoadError for a tensor that is used by nothing, but of layers that predict several tokens: those
+        from `layers` on, if the file says that it has such."""
+        predicts = bool(self._model.metadata.get(f"{self._model.architecture}.nextn_predict_layers"))
         for name in sorted(self._model.tensors.keys() - set(self.by_plan.values())):
             match = _UNUSED.fullmatch(name)
-            if match is None or (match["layer"] is not None and int(match["layer"]) < layers):
+            if match is None or (match["layer"] is not None and not (predicts and int(match["layer"]) >= layers)):
                 raise ModelLoadError(
                     f"{self._model.name}: tensor {ascii(name)[:200]} is not known in models of architecture "
                     f"{self._model.architecture}"

@@ -63,10 +63,10 @@ class _Stored:
 
     def rows(self) -> NDArray[np.uint8]:
         """Returns the bytes of all rows, [rows, bytes]."""
-        rows = self.tensor.shape[0]
+        rows = math.prod(self.tensor.shape[:-1])
         values = np.empty((rows, self.tensor.num_bytes // rows), np.uint8)
         self.part.read(values.reshape(-1).data, self.tensor.start, f"tensor {self.name}")
-        return values if self.order is None else values[list(self.order)]
+        return values if self.order is None else values.reshape(len(self.order), -1)[list(self.order)]
 
 
 class GgufReader:
