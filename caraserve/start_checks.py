@@ -36,10 +36,10 @@ def check_paths(model: ModelConfig, lora: LoraConfig) -> None:
         if not problem and (why := why_not_adapter(module.path)):
             problem = f"{str(module.path)!r}: {why}"
         if problem:
-            raise ConfigError(
-                f"adapter {module.name!r}: {problem}; give an adapter's folder (`hf download ORG/NAME --local-dir DIR` "
-                "fetches one from the Hugging Face Hub)"
-            )
+            fetch = "`hf download ORG/NAME --local-dir DIR` fetches one from the Hugging Face Hub"
+            is_file, parent = module.path.is_file(), str(module.path.parent)
+            advice = f"give the folder that it is in, {parent!r}" if is_file else f"give an adapter's folder ({fetch})"
+            raise ConfigError(f"adapter {module.name!r}: {problem}; {advice}")
 
 
 def _why_no_folder(path: Path) -> str:

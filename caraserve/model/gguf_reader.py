@@ -166,7 +166,7 @@ class _Header:
         try:
             self.metadata, self.tensors = self._parse()
         except (_TooShort, struct.error):
-            raise self._invalid(f"its header has more than {len(self._data)} bytes") from None
+            raise self._header_too_long() from None
         except UnicodeDecodeError:
             raise self._invalid("its header has a text that is not UTF-8") from None
 
@@ -216,11 +216,13 @@ class _Header:
         }
         if len(tensors) != len(listed):
             raise self._invalid("it has a tensor twice")
-        end = 0
+        end = start
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
-            if tensor.start < end or tensor.start + tensor.num_bytes > self._file_bytes:
-                raise self._invalid(f"tensor {ascii(name)[:200]} lies outside of the file, or over another one")
+            if tensor.start < end:
+                raise self._invalid(f"tensor {ascii(name)[:200]} lies over another one")
             end = tensor.start + tensor.num_bytes
+        if end > self._file_bytes:
+            raise self._invalid(f"it has {self._file_bytes} bytes, and its tensors end at byte {end}: copy it again")
         return tensors
 
     def _skips(self, key: str) -> bool:
@@ -264,6 +266,12 @@ class _Header:
             raise _TooShort
         self._at += count
         return self._data[self._at - count : self._at]
+
+    def _header_too_long(self) -> TensorFileError:
+        if len(self._data) == self._file_bytes:
+            return self._invalid(f"it ends within its header, at byte {self._file_bytes}: copy it again")
+        most = f"{len(self._data)} bytes, the most that are read here"
+        return TensorFileError(f"{self._name}: its header has more than {most}")
 
     def _invalid(self, why: str) -> TensorFileError:
         return TensorFileError(f"{self._name} is not a valid GGUF file: {why}")

@@ -83,7 +83,8 @@ def test_a_missing_path_is_named(wrong: str, tmp_path: Path) -> None:
         check_paths(model, lora)
     missing.touch()
     if wrong != "template":
-        with pytest.raises(ConfigError, match=f"{missing}' is a file, not a folder"):
+        advice = f"; give the folder that it is in, '{tmp_path}'" if wrong == "adapter" else ""
+        with pytest.raises(ConfigError, match=f"{missing}' is a file, not a folder{advice}"):
             check_paths(model, lora)
 
 

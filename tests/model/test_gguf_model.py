@@ -120,6 +120,12 @@ def test_the_dtype_is_that_of_matrices_of_16_bits(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[Tensors], object], str]] = {
     "another architecture": ({"general.architecture": "mamba"}, len, "architecture 'mamba' is not supported in GGUF"),
+    "an adapter": ({"general.type": "adapter"}, len, "m.gguf is no model: it is an adapter; serve its base model with"),
+    "the part for images": (
+        {"general.type": "mmproj"},
+        len,
+        "m.gguf is no model: it has the part of a model that reads",
+    ),
     "no architecture": (
         {"general.architecture": None},
         len,

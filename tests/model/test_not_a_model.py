@@ -19,7 +19,23 @@ def refusal(path: Path) -> str:
 def test_a_gguf_file_is_known_by_its_content(tmp_path: Path) -> None:
     path = tmp_path / "SmolLM2-135M.Q4_1"
     path.write_bytes(b"GGUF\3\0\0\0")
-    assert "SmolLM2-135M.Q4_1 is not a valid GGUF file: its header has more than 8 bytes" in refusal(path)
+    assert "SmolLM2-135M.Q4_1 is not a valid GGUF file: it ends within its header, at byte 8: copy it again" in refusal(
+        path
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "it is empty"),
+        (b"<!DOCTYPE html><html>", "its first bytes are b'<!DOCTYPE html><'; is it a page of a failed download?"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "it is a pointer of Git LFS; `git lfs pull`"),
+    ],
+)
+def test_a_file_that_is_only_named_as_gguf_says_what_it_is(content: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    assert f"'{path}' does not begin as GGUF files do: {words}" in refusal(path)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +55,8 @@ def test_a_folder_without_a_model_says_what_it_has_instead(tmp_path: Path) -> No
     assert "has no config.json; give a folder" in refusal(tmp_path)
     (tmp_path / "model.gguf").touch()
     assert f"has no config.json; give one of its GGUF files, as '{tmp_path / 'model.gguf'}'" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # as repositories of GGUF files have it
+    assert f"has no safetensors weights; give one of its GGUF files, as '{tmp_path}/model.gguf'" in refusal(tmp_path)
 
 
 def test_an_adapter_is_served_with_its_base_model() -> None:
@@ -48,7 +66,10 @@ def test_an_adapter_is_served_with_its_base_model() -> None:
 
 def test_what_does_not_exist_and_looks_like_a_name_of_the_hub_is_fetched_by_hf() -> None:
     assert "hf download org/name --local-dir name" in refusal(Path("org/name"))
-    assert refusal(Path("/nowhere/at/all")).endswith("does not exist; give a folder that holds config.json")
+    assert "hf download org/a-GGUF --include '*Q4_K_M*.gguf' --local-dir a-GGUF" in refusal(Path("org/a-GGUF"))
+    assert "hf download org/a --include '*Q8_0*.gguf' --local-dir a` and serve" in refusal(Path("org/a:Q8_0"))
+    assert refusal(Path("org/a.gguf")) == "model file 'org/a.gguf' does not exist"
+    assert "does not exist; give a folder that holds config.json" in refusal(Path("/nowhere/at/all"))
 
 
 def test_a_folder_that_cannot_be_read_is_an_error_of_one_line(tmp_path: Path) -> None:

@@ -13,12 +13,19 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # whose scale of q follows from the hidden size
 _POOLINGS = {0: "none", 1: "mean", 2: "the first token", 3: "last", 4: "rank"}
+_OTHER_FILES = {  # by their general.type
+    "adapter": "it is an adapter; serve its base model with --lora-modules NAME=FOLDER, the folder that the file is in",
+    "mmproj": "it has the part of a model that reads images; give the file of its text model",
+    "imatrix": "it has statistics for quantising a model; give the file of the model",
+}
 Vector = Callable[[str], Sequence[float]]  # reads a tensor of one axis
 
 
 def config_of(model: GgufModel, vector: Vector) -> dict[str, Any]:
     """Returns the configuration of a model. `vector`: reads its small tensors. Raises ModelLoadError."""
     name = model.architecture
+    if (kind := str(model.metadata.get("general.type", "model"))) in _OTHER_FILES:
+        raise ModelLoadError(f"{model.name} is no model: {_OTHER_FILES[kind]}")
     if name not in ARCHITECTURES:
         raise ModelLoadError(
             f"{model.name}: architecture {ascii(name)[:80]} is not supported in GGUF files; "
