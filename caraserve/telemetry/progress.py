@@ -10,7 +10,9 @@ from rich.progress import Progress
 
 log = logging.getLogger(__name__)
 
-_FUNCTIONS = 128  # about as many as a first start compiles; for display only
+_FUNCTIONS = (
+    150  # for display: a first start compiles 137 in bfloat16 without adapters, 154 for a GGUF file of two types
+)
 _LOG_S = 2.0  # between log lines
 
 
@@ -65,5 +67,8 @@ class CompileProgress:
         if now_s - self._logged_s >= _LOG_S and bar.disable:
             self._logged_s = now_s
             log.info(
-                "compiling CPU kernels %d/%d, %.0f s", self._done, max(self._done, _FUNCTIONS), now_s - self._started_s
+                "compiling CPU kernels, %d of about %d, %.0f s",
+                self._done,
+                max(self._done, _FUNCTIONS),
+                now_s - self._started_s,
             )

@@ -206,7 +206,8 @@ def test_a_problem_ends_with_exit_code_1_and_is_printed_as_one_line(
     assert doctor.doctor(configs("/nowhere[bold]")) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("problem")] == [
-        "problem  model          model folder '/nowhere[bold]' does not exist; give a folder that holds config.json"
+        "problem  model          model folder '/nowhere[bold]' does not exist; give a folder that holds config.json, "
+        "tokenizer.json and safetensors weights, or a GGUF file"
     ]
     assert lines[-1] == "1 problem"
 
