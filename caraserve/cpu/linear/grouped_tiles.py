@@ -19,6 +19,7 @@ from caraserve.cpu.simd import (
     emit_fma,
     emit_load,
     emit_load_splat,
+    emit_prefetch,
     emit_store,
     i64,
     make_void_intrinsic,
@@ -29,6 +30,8 @@ from caraserve.cpu.simd import (
 _VECTORS = PANEL // LANES
 _VECTOR_BYTES = 4 * LANES
 _AT_ONCE = 4 if HAS_WIDE_REGISTERS else 2  # vectors of a row's sums: four registers of sums hide the latency of fma
+_PREFETCH_BYTES = 2048  # ahead of a single row's codes
+_PREFETCHED_BITS = (6, 8)  # whose rows then take about a tenth less time; those of 4 and 5 bits do not
 
 
 def constants_bytes(decoder: Decoder) -> int:
@@ -69,6 +72,12 @@ class _Chunk:
             for index in range(step.inputs):
                 yield [step.emit(b, own, constants, index) for own, constants in zip(words, held, strict=True)]
 
+    def prefetch(self, ahead_bytes: int) -> None:
+        """Emits prefetches of the words that lie so far ahead."""
+        for at in self._codes:
+            for word in range(self._decoder.layout.words):
+                emit_prefetch(self._b, offset(self._b, at, i64(ahead_bytes + 4 * PANEL * word)))
+
     def _held(self, at: Any) -> list[Any]:
         places = (offset(self._b, at, i64(index * _VECTOR_BYTES)) for index in range(self._decoder.constants))
         return [emit_load(self._b, place, DTYPE_F32) for place in places]
@@ -96,6 +105,8 @@ def row_tile(decoder: Decoder) -> Any:
             with for_range(b, chunks) as loop:
                 chunk = _Chunk(b, decoder, offset(b, codes, b.mul(loop.index, i64(layout.chunk))), constants, vectors)
                 inputs = offset(b, x, b.mul(loop.index, i64(4 * layout.inputs)))
+                if layout.bits in _PREFETCHED_BITS:
+                    chunk.prefetch(_PREFETCH_BYTES)
                 for index, weights in enumerate(chunk.weights()):
                     splat = emit_load_splat(b, offset(b, inputs, i64(4 * index)))
                     for weight, total in zip(weights, totals, strict=True):
