@@ -29,7 +29,8 @@ ADAPTERS = {path.name: path for path in sorted(demo.adapters_folder().iterdir())
 def expected(plan: DecoderPlan, kv_dtype: Dtype) -> NDArray[np.float64]:
     logits = Executor(plan, Tensors(), kv_dtype=kv_dtype).logits(TOKENS)[:-1]
     top = logits.max(1, keepdims=True)
-    return logits - top - np.log(np.exp(logits - top).sum(1, keepdims=True))
+    found: NDArray[np.float64] = logits - top - np.log(np.exp(logits - top).sum(1, keepdims=True))
+    return found
 
 
 def computed(plan: DecoderPlan, pieces: Sequence[int], threads: int = 1) -> NDArray[np.float64]:
@@ -64,6 +65,7 @@ def test_answers_do_not_depend_on_the_batch_preemption_shared_prefixes_or_guesse
         answers = []
         model = model_config(demo.model_folder(), max_model_len=160)
         async with running(model, lora_config(ADAPTERS), engine) as served:
+            assert engine.kv_cache_bytes is not None
             assert served.snapshot().kv_total_blocks == engine.kv_cache_bytes // (16 * token_bytes)
             for first in range(0, len(asked), at_once):
                 now = asked[first : first + at_once]
