@@ -40,10 +40,10 @@ class Read:
         if moment == "opened":
             opened = threading.Event()
 
-            def wait(*arguments: Any) -> HostAdapter:
+            def wait(*arguments: Any, **options: Any) -> HostAdapter:
                 opened.set()
                 self._go.wait(10)
-                return read_adapter(*arguments)
+                return read_adapter(*arguments, **options)
 
             monkeypatch.setattr(adapter_reader, "read_adapter", wait)
             self._reader.executor.submit(self._work.pop())

@@ -170,7 +170,7 @@ async def test_a_folder_that_was_away_is_held_again_once_it_has_been_read(fleet:
     await until(lambda: set(b.member.holders(digest)) == {"a"})
 
 
-def _no_disk(folder: Path, spec: object, into: object, base: object) -> HostAdapter:
+def _no_disk(*arguments: object, **options: object) -> HostAdapter:
     raise OSError(errno.EIO, "Input/output error")
 
 
