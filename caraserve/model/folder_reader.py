@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, Dtype, to_float32
-from caraserve.model.opened_file import TensorFileError
+from caraserve.model.opened_file import OpenedFile, TensorFileError
 from caraserve.model.safetensors_reader import TensorFile, weight_file, weight_files
 
 Raw = NDArray[np.generic]  # float32, or the bits of a 16-bit type as uint16
@@ -43,18 +43,15 @@ class StoredTensor:
             self.file.read_into(self.name, target, start)
 
 
-class FolderReader:
-    """The tensors of a folder. Every error is a ModelLoadError that names the tensor.
+File = TypeVar("File", bound=OpenedFile)
 
-    Files are opened when first needed and closed by the end of the context, which without another error raises
-    ModelLoadError if one was changed in the meantime."""
 
-    def __init__(self, folder: Path, stored_names: Callable[[str], Sequence[str]] = lambda name: (name,)) -> None:
-        """`stored_names`: returns the names that a tensor may have in the folder."""
-        self._folder, self._stored_names = folder, stored_names
-        with load_errors():
-            self._files = weight_files(folder)
-        self._opened: dict[Path, TensorFile] = {}
+class FilesOfTensors(Generic[File]):
+    """The files of a model's tensors: opened when first needed and closed by the end of the context, which without
+    another error raises ModelLoadError if one was changed in the meantime."""
+
+    def __init__(self) -> None:
+        self._opened: dict[Path, File] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -69,6 +66,17 @@ class FolderReader:
         finally:
             for file in self._opened.values():
                 file.close()
+
+
+class FolderReader(FilesOfTensors[TensorFile]):
+    """The tensors of a folder. Every error is a ModelLoadError that names the tensor."""
+
+    def __init__(self, folder: Path, stored_names: Callable[[str], Sequence[str]] = lambda name: (name,)) -> None:
+        """`stored_names`: returns the names that a tensor may have in the folder."""
+        super().__init__()
+        self._folder, self._stored_names = folder, stored_names
+        with load_errors():
+            self._files = weight_files(folder)
 
     def find(self, name: str, shape: tuple[int, ...], code: Code | None = None) -> StoredTensor:
         """Returns a tensor, which must have this shape, without reading it. `code`: of a quantised module's weights."""

@@ -6,15 +6,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, Dtype, to_float32
-from caraserve.model.folder_reader import StoredTensor, load_errors
+from caraserve.model.folder_reader import FilesOfTensors, StoredTensor, load_errors
 from caraserve.model.gguf.config import config_of
 from caraserve.model.gguf.files import GgufModel, open_model, stamp_of
 from caraserve.model.gguf_reader import INTERLEAVED, GgufTensor
@@ -69,32 +68,15 @@ class _Stored:
         return values if self.order is None else values.reshape(len(self.order), -1)[list(self.order)]
 
 
-class GgufReader:
-    """The tensors of a model. Every error is a ModelLoadError that names the tensor.
-
-    Files are opened when first needed and closed by the end of the context, which without another error raises
-    ModelLoadError if one was changed in the meantime."""
+class GgufReader(FilesOfTensors[_Part]):
+    """The tensors of a model. Every error is a ModelLoadError that names the tensor."""
 
     def __init__(self, path: Path, stored_names: Callable[[str], Sequence[str]] = lambda name: (name,)) -> None:
         """`stored_names`: returns the names that a tensor may have in the files."""
+        super().__init__()
         self._stored_names = stored_names
         with load_errors():
             self._model = open_model(path)
-        self._opened: dict[int, _Part] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            with load_errors():
-                for file in self._opened.values() if kind is None else ():
-                    file.check_unchanged()
-        finally:
-            for file in self._opened.values():
-                file.close()
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[Raw, Dtype]:
         """Reads a tensor of plain numbers, which must have this shape."""
@@ -158,13 +140,14 @@ class GgufReader:
 
     def _stored(self, name: str) -> _Stored:
         model, place = self._model, self._model.tensors[name]
-        if place.part not in self._opened:
-            part = _Part(model.paths[place.part])
+        path = model.paths[place.part]
+        if path not in self._opened:
+            part = _Part(path)
             if stamp_of(part.status) != model.stamps[place.part]:
                 part.close()
                 raise TensorFileError(f"{part.name} was changed while it was being read; try again")
-            self._opened[place.part] = part
-        return _Stored(name, self._opened[place.part], place.tensor, row_order(model, name))
+            self._opened[path] = part
+        return _Stored(name, self._opened[path], place.tensor, row_order(model, name))
 
 
 def opened_model(path: Path) -> GgufModel:
