@@ -80,8 +80,8 @@ def write(model: Any, path: Path, more: Mapping[str, Any] | None = None, dtype: 
     """Writes a model of transformers. `more`: metadata beside the configuration's. `dtype`: of matrices."""
     config = model.config.get_text_config()
     name = ARCHITECTURES[type(model).__name__]
-    metadata = {"general.architecture": name, "general.name": "a b", **_metadata(name, config), **(more or {})}
-    tensors = {stored: _stored(values, dtype) for stored, values in _tensors(name, model, config)}
+    metadata = metadata_of(name, config) | (more or {})
+    tensors = {stored: _stored(values, dtype) for stored, values in tensors_of(name, model.state_dict(), config)}
     return write_gguf(path, metadata, tensors | _factors(model, config))
 
 
@@ -93,8 +93,8 @@ def _stored(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
     return (values.view(np.uint32) >> 16).astype(np.uint16)  # the lower bits are 0
 
 
-def _tensors(name: str, model: Any, config: Any) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    state = model.state_dict()
+def tensors_of(name: str, state: Mapping[str, Any], config: Any) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Yields the tensors of a state of transformers, under the names and in the order of rows of an architecture."""
     if config.tie_word_embeddings:
         state = {key: value for key, value in state.items() if not key.startswith("lm_head.weight")}
     for key, value in state.items():
@@ -161,7 +161,8 @@ def _factors(model: Any, config: Any) -> dict[str, NDArray[np.float32]]:
     return {}
 
 
-def _metadata(name: str, config: Any) -> dict[str, Any]:
+def metadata_of(name: str, config: Any) -> dict[str, Any]:
+    """Returns the metadata of a configuration of transformers."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     found: dict[str, Any] = {
@@ -179,7 +180,8 @@ def _metadata(name: str, config: Any) -> dict[str, Any]:
     found |= _rotation(name, config, head_dim) | _window(name, config) | _SPECIAL.get(name, {})
     if name == "gpt-oss":
         found["expert_feed_forward_length"] = config.intermediate_size
-    return {f"{name}.{key}": value for key, value in found.items() if value is not None}
+    own = {f"{name}.{key}": value for key, value in found.items() if value is not None}
+    return {"general.architecture": name, "general.name": "a b", **own}
 
 
 def _rotation(name: str, config: Any, head_dim: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from numpy.typing import NDArray
 from peft import LoraConfig, get_peft_model
 
 from caraserve.lora.peft import inspect_adapter, read_adapter
@@ -18,7 +19,7 @@ from caraserve.model.gguf_reader import GgufFile
 from tests.families import gguf_models
 from tests.families.cases import CASES, Case, arguments_of
 from tests.families.model import TOKENS, logits_of, randomise
-from tests.model.gguf_files import header
+from tests.model.gguf_files import Blocks, random_blocks, write_gguf
 from tests.plans.executor import Executor
 
 # What the converter does not write, or GGUF's architecture does not have.
@@ -65,25 +66,16 @@ def test_a_model_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> 
     assert np.abs(found - exact).max() < 1e-4 * exact.std()
 
 
-_KINDS = {"Q4_0": (2, 18, 60), "Q8_0": (8, 34, 700)}  # number of the type, bytes of a block of 32, inverse of a scale
-
-
 def quantise(path: Path) -> None:
     """Replaces the matrices of a GGUF file by random blocks of two types."""
-    rng = np.random.default_rng(1)
+    rng, made = np.random.default_rng(1), dict[str, NDArray[Any] | Blocks]()
     with GgufFile(path) as file:
-        metadata, tensors = file.metadata, {name: file.raw(name) for name in file.names}
-    listed, content = [], b""
-    for index, (name, values) in enumerate(tensors.items()):
-        kind, stored = 0, values.tobytes()
-        if values.ndim == 2:
-            kind, num_bytes, inverse = _KINDS["Q8_0" if index % 2 else "Q4_0"]
-            made = rng.integers(0, 256, (values.size // 32, num_bytes), np.uint8)
-            made[:, :2] = (rng.uniform(0.3, 1, (len(made), 1)) / inverse).astype(np.float16).view(np.uint8)
-            stored = made.tobytes()
-        listed.append((name, values.shape, kind, len(content)))
-        content += stored + bytes(-len(stored) % 32)
-    path.write_bytes(header(metadata, listed) + content)
+        for index, name in enumerate(file.names):
+            kind, inverse = ("Q8_0", 700) if index % 2 else ("Q4_0", 60)
+            values = file.raw(name)
+            made[name] = random_blocks(rng, kind, *values.shape, 1 / inverse) if values.ndim == 2 else values
+        metadata = file.metadata
+    write_gguf(path, metadata, made)
 
 
 def with_values_of(model: Any, path: Path) -> Any:

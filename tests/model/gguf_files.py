@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,46 @@ def header(metadata: Mapping[str, Any], tensors: Sequence[Tensor], *, version: i
 
 
 TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.uint16): 30}
+# Kinds of blocks: number of the type, weights and bytes of a block, and where it has a float16.
+BLOCKS: Mapping[str, tuple[int, int, int, Sequence[int]]] = {
+    "Q4_0": (2, 32, 18, (0,)),
+    "Q8_0": (8, 32, 34, (0,)),
+    "Q4_K": (12, 256, 144, (0, 2)),
+    "Q6_K": (14, 256, 210, (208,)),
+}
 
 
-def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> Path:
+@dataclass(frozen=True)
+class Blocks:
+    """The rows of a matrix in blocks, uint8 [rows, bytes of a row]."""
+
+    kind: str
+    rows: NDArray[np.uint8]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        _, weights, num_bytes, _ = BLOCKS[self.kind]
+        return len(self.rows), self.rows.shape[1] // num_bytes * weights
+
+
+def random_blocks(rng: np.random.Generator, kind: str, rows: int, inputs: int, scale: float) -> Blocks:
+    """Returns random codes with scales up to `scale`, and offsets that make up for codes without a sign."""
+    _, weights, num_bytes, halves = BLOCKS[kind]
+    made = rng.integers(0, 256, (rows, inputs // weights, num_bytes), np.uint8)
+    scales = rng.uniform(0.3, 1, made.shape[:2]) * scale
+    for at, factor in zip(halves, (1, 7.5), strict=False):
+        made[..., at : at + 2] = (scales * factor).astype(np.float16)[..., None].view(np.uint8)
+    return Blocks(kind, made.reshape(rows, -1))
+
+
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, NDArray[Any] | Blocks]) -> Path:
     """Writes a file; uint16 are the bits of bfloat16."""
     listed, content = [], b""
     for name, values in tensors.items():
-        listed.append((name, values.shape, TYPES[values.dtype], len(content)))
-        content += values.tobytes()
+        stored = values.rows if isinstance(values, Blocks) else values
+        number = BLOCKS[values.kind][0] if isinstance(values, Blocks) else TYPES[values.dtype]
+        listed.append((name, values.shape, number, len(content)))
+        content += stored.tobytes()
         content += bytes(-len(content) % 32)
     path.write_bytes(header(metadata, listed) + content)
     return path
