@@ -1,4 +1,5 @@
-"""Adapters of one `caraserve serve` process, served by the others of its fleet, also after deaths and restarts."""
+"""Adapters of one `caraserve serve` process, served by the others of its fleet, also after deaths and restarts. The
+base model is a GGUF file, and one of the adapters too."""
 
 import random
 import shutil
@@ -9,7 +10,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
 
+from caraserve import demo
+from caraserve.lora.folder_contents import TENSORS_NAME
+from tests.families import gguf_models
+from tests.lora.test_writers import gguf, interleaved
+from tests.model.gguf_files import tokenizer_metadata
 from tests.processes import Server, fleet, free_ports, tiny_adapter, until
 
 NAMES = [f"tiny-{index}" for index in range(500)]
@@ -35,6 +43,21 @@ def has_fetched(server: Server, count: int) -> bool:
     return count <= fetched <= count + server.metric('caraserve:plan_moves_total{outcome="fetched"')
 
 
+def base_model(path: Path) -> Path:
+    """Writes the demo's model as a GGUF file."""
+    folder = demo.model_folder()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return gguf_models.write(model, path, tokenizer_metadata(folder), dtype="BF16")
+
+
+def as_gguf(folder: Path) -> None:
+    """Replaces an adapter of q_proj by a GGUF file."""
+    tensors, heads = load_file(folder / TENSORS_NAME), 6
+    shutil.rmtree(folder)
+    stored = {name: interleaved(each, heads) if "lora_B" in name else each for name, each in tensors.items()}
+    gguf(folder, stored, **{"adapter.lora.alpha": 64.0})
+
+
 def listed(server: Server) -> set[str]:
     return {model["id"] for model in server.ask("/v1/models")["data"]}
 
@@ -45,10 +68,11 @@ def test_adapters_of_one_instance_are_served_by_all_also_after_it_has_left(tmp_p
         (tmp_path / f"{name} folders").mkdir()
     for seed, name in enumerate(NAMES):
         tiny_adapter(tmp_path / "a folders" / name, seed)
-    names = set(NAMES)
+    as_gguf(tmp_path / "a folders" / SECOND)
+    names, model = set(NAMES), base_model(tmp_path / "m.gguf")
 
     def own(name: str) -> tuple[str, ...]:
-        return ("--adapters-dir", str(tmp_path / f"{name} folders"), "--routing", "local")
+        return ("--model", str(model), "--adapters-dir", str(tmp_path / f"{name} folders"), "--routing", "local")
 
     with fleet(ports, tmp_path, own) as servers:
         a, b, c = servers.values()

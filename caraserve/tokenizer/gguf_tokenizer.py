@@ -117,17 +117,17 @@ class _Reader:
         self._model = metadata.get(f"{_PREFIX}model")
         self.tokens = self._list("tokens", str, _MOST_TOKENS) or []
         if not self.tokens:
-            raise self._refusal("tokens", f"must have all tokens of the model; {_INSTEAD}")
+            raise self._refusal("tokens", "must have all tokens of the model")
         self._types = self._list("token_type", int, len(self.tokens)) or [int(_Type.NORMAL)] * len(self.tokens)
         if len(self._types) != len(self.tokens):
             raise self._refusal("token_type", f"must have an element for each of {len(self.tokens)} tokens")
         if self._model == "llama":
             self.tokens = [_SPACE * len(one) if len(one) > 1 and not one.strip(" ") else one for one in self.tokens]
         self._ids = {token: index for index, token in enumerate(self.tokens)}
-        if len(self._ids) != len(self.tokens) or "" in self._ids:
-            raise ModelLoadError(f"{name}: {_PREFIX}tokens has a token twice, or one without text; {_INSTEAD}")
 
     def tokenizer(self) -> Tokenizer:
+        if len(self._ids) != len(self.tokens) or "" in self._ids:
+            raise ModelLoadError(f"{self._name}: {_PREFIX}tokens has a token twice, or one without text; {_INSTEAD}")
         if self._model == "gpt2":
             made = self._byte_level()
         elif self._model == "llama":

@@ -1,5 +1,6 @@
 """Writes GGUF files, so that a test can damage any part of them."""
 
+import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -92,3 +93,19 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, ND
         content += bytes(-len(content) % 32)
     path.write_bytes(header(metadata, listed) + content)
     return path
+
+
+def tokenizer_metadata(folder: Path) -> dict[str, Any]:
+    """Returns the tokenizer.json of a folder as metadata; its tokens 0 and 1 begin and end a text."""
+    found = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    ids = found["model"]["vocab"] | {one["content"]: one["id"] for one in found["added_tokens"]}
+    special = {one["id"] for one in found["added_tokens"] if one["special"]}
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": sorted(ids, key=ids.__getitem__),
+        "tokenizer.ggml.token_type": [3 if index in special else 1 for index in range(len(ids))],
+        "tokenizer.ggml.merges": [" ".join(one) for one in found["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+    }

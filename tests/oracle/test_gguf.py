@@ -1,7 +1,6 @@
 """A GGUF file of mixed types, with its own tokenizer, answers like transformers and peft over the same numbers."""
 
 import asyncio
-import json
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from caraserve.model.formats.gguf_blocks import GGUF_BLOCKS
 from caraserve.model.gguf_reader import GgufFile
 from tests.families.gguf_models import metadata_of, tensors_of
 from tests.lora.test_writers import gguf, in_pairs
-from tests.model.gguf_files import Blocks, random_blocks, write_gguf
+from tests.model.gguf_files import Blocks, random_blocks, tokenizer_metadata, write_gguf
 from tests.model.tensors import Tensors
 from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, prompt_of, save_tokenizer
 from tests.oracle.oracle import Oracle
@@ -46,21 +45,6 @@ def values_of(name: str, blocks: Blocks) -> NDArray[np.float32]:
     return form.values(form.read(Tensors({name: blocks.rows}), name.removesuffix(".weight"), blocks.shape))
 
 
-def tokenizer_of(folder: Path) -> dict[str, Any]:
-    """Returns a saved tokenizer as metadata."""
-    model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3, 3, *[1] * (len(tokens) - 2)],
-        "tokenizer.ggml.merges": [" ".join(one) for one in model["merges"]],
-        "tokenizer.ggml.bos_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 1,
-    }
-
-
 def in_file(
     state: Mapping[str, torch.Tensor], blocks: Mapping[str, Blocks], config: LlamaConfig
 ) -> Iterator[tuple[str, NDArray[Any] | Blocks]]:
@@ -85,7 +69,7 @@ def make(folder: Path) -> tuple[Path, Path]:
             tensor.copy_(1 + 0.2 * torch.from_numpy(rng.standard_normal(tensor.shape)))
     model.save_pretrained(plain)
     save_tokenizer(plain, with_bos=False)
-    metadata = metadata_of("llama", model.config) | tokenizer_of(plain)
+    metadata = metadata_of("llama", model.config) | tokenizer_metadata(plain)
     write_gguf(path, metadata, dict(in_file(model.state_dict(), blocks, model.config)))
     return path, plain
 
