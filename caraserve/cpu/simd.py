@@ -361,8 +361,9 @@ def _scalar_store(numba_type: Any, llvm_type: Any) -> Any:
 load_f32, store_f32 = _scalar_load(types.float32, F32), _scalar_store(types.float32, F32)
 load_u16, store_u16 = _scalar_load(types.uint16, _I16), _scalar_store(types.uint16, _I16)
 load_i32 = _scalar_load(types.int32, I32)
+store_u32, store_u8 = _scalar_store(types.uint32, I32), _scalar_store(types.uint8, ir.IntType(8))
 load_i64 = _scalar_load(types.int64, I64)
-store_i64 = _scalar_store(types.int64, I64)
+load_u64, store_i64 = _scalar_load(types.uint64, I64), _scalar_store(types.int64, I64)
 
 
 @intrinsic

@@ -262,6 +262,36 @@ def _store_narrowed(b: Any, value: Any, address: Any, dtype: int) -> None:
     b.store(narrow, pointer(b, address, narrow.type)).align = itemsize_bytes(dtype)
 
 
+def _transposed(b: Any, rows: Sequence[Any]) -> list[Any]:
+    """Returns the columns of sixteen vectors."""
+    rows = list(rows)
+    for step in (8, 4, 2, 1):  # exchanges the halves of squares of twice the step that are off the diagonal
+        kept = [lane if lane & step == 0 else LANES + lane - step for lane in range(LANES)]
+        moved = [lane + step if lane & step == 0 else LANES + lane for lane in range(LANES)]
+        for row in (row for row in range(LANES) if row & step == 0):
+            upper, lower = rows[row], rows[row + step]
+            rows[row], rows[row + step] = (
+                b.shuffle_vector(upper, lower, ir.Constant(VI, lanes)) for lanes in (kept, moved)
+            )
+    return rows
+
+
+def words_transpose(*, swaps_halves: bool = False) -> Any:
+    """Intrinsic `(x, x_stride, y, y_stride)`, strides in bytes: writes words of 32 bits, [16, 16], transposed.
+    `swaps_halves`: of each word."""
+
+    def emit(b: Any, arguments: Sequence[Any]) -> None:
+        x, x_stride, y, y_stride = arguments
+        rows = [emit_load(b, offset(b, x, b.mul(i64(row), x_stride)), DTYPE_F32) for row in range(LANES)]
+        if swaps_halves:
+            words = [b.bitcast(row, VI) for row in rows]
+            rows = [b.bitcast(b.or_(b.shl(word, ints(16)), b.lshr(word, ints(16))), VF) for word in words]
+        for row, value in enumerate(_transposed(b, rows)):
+            emit_store(b, value, offset(b, y, b.mul(i64(row), y_stride)))
+
+    return _tile_intrinsic(f"words_transpose_{swaps_halves}", 4, emit)
+
+
 def value_store(dtype: int) -> Any:
     """Intrinsic `(x, y)`: writes sixteen fp32 at x to y, rounded to `dtype`."""
 
@@ -291,14 +321,7 @@ def keys_store(dtype: int) -> Any:
     def emit(b: Any, arguments: Sequence[Any]) -> None:
         x, x_stride, y = arguments
         rows = [emit_load(b, offset(b, x, b.mul(i64(row), x_stride)), DTYPE_F32) for row in range(LANES)]
-        for step in (8, 4, 2, 1):  # exchanges the halves of squares of twice the step that are off the diagonal
-            kept = [lane if lane & step == 0 else LANES + lane - step for lane in range(LANES)]
-            moved = [lane + step if lane & step == 0 else LANES + lane for lane in range(LANES)]
-            for row in (row for row in range(LANES) if row & step == 0):
-                upper, lower = rows[row], rows[row + step]
-                rows[row], rows[row + step] = (
-                    b.shuffle_vector(upper, lower, ir.Constant(VI, lanes)) for lanes in (kept, moved)
-                )
+        rows = _transposed(b, rows)
         for row, value in enumerate(rows):
             _store_narrowed(b, value, offset(b, y, i64(row * LANES * itemsize_bytes(dtype))), dtype)
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import ALIGN_BYTES, PANEL
 from caraserve.cpu.jit import entry
+from caraserve.cpu.tiles import words_transpose
 from caraserve.model.dtype import Dtype, rounded, to_float32
 from caraserve.util.units import align_up, ceil_div
 
@@ -22,6 +23,9 @@ def convert(raw: Raw, source: Dtype, target: Dtype) -> Raw:
     return raw if source is target else rounded(to_float32(raw, source), target)
 
 
+_transpose, _transpose_pairs = words_transpose(), words_transpose(swaps_halves=True)
+
+
 @entry
 def _pack(source, panels):  # type: ignore[no-untyped-def]
     """Packs `[out, in]` into panels `[out / 64, in, 64]`, in blocks that stay in the L1 cache."""
@@ -34,14 +38,24 @@ def _pack(source, panels):  # type: ignore[no-untyped-def]
 
 
 @entry
-def _pack_pairs(source, panels):  # type: ignore[no-untyped-def]
-    """Packs `[out, in]` into panels `[out / 64, in / 2, 64, 2]`, the later input of a pair first."""
-    outputs, inputs = source.shape
+def _pack_words(source, panels, are_pairs):  # type: ignore[no-untyped-def]
+    """Does what `_pack` does, for words of 32 bits. `are_pairs`: the halves of each are swapped."""
+    outputs, words = source.shape
+    stride, first_word, first_to = 4 * words, source.ctypes.data, panels.ctypes.data
     for panel in range(panels.shape[0]):
-        for block in range(0, inputs, 16):
-            for lane in range(min(64, outputs - 64 * panel)):
-                for k in range(block, min(block + 16, inputs)):
-                    panels[panel, k // 2, lane, 1 - k % 2] = source[64 * panel + lane, k]
+        lanes = min(64, outputs - 64 * panel)
+        for block in range(0, words, 16):
+            at, to = first_word + 64 * panel * stride + 4 * block, first_to + 256 * (panel * words + block)
+            whole = lanes // 16 * 16 if block + 16 <= words else 0
+            for lane in range(0, whole, 16):
+                if are_pairs:
+                    _transpose_pairs(at + lane * stride, stride, to + 4 * lane, 256)
+                else:
+                    _transpose(at + lane * stride, stride, to + 4 * lane, 256)
+            for lane in range(whole, lanes):
+                for k in range(block, min(block + 16, words)):
+                    word = source[64 * panel + lane, k]
+                    panels[panel, k, lane] = word << np.uint32(16) | word >> np.uint32(16) if are_pairs else word
 
 
 def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
@@ -66,15 +80,23 @@ class WeightMemory:
         """Packs `[out, in]` into panels."""
         outputs, inputs = raw.shape
         array = self._allocate(align_up(outputs, PANEL) * inputs * raw.itemsize).view(raw.dtype)
-        _pack(np.ascontiguousarray(raw), array.reshape(ceil_div(outputs, PANEL), inputs, PANEL))
+        panels = array.reshape(ceil_div(outputs, PANEL), inputs, PANEL)
+        source = np.ascontiguousarray(raw)
+        if raw.itemsize == 4:
+            _pack_words(source.view(np.uint32), panels.view(np.uint32), False)
+        else:
+            _pack(source, panels)
         return int(array.ctypes.data)
 
     def pairs(self, raw: Raw) -> int:
-        """Packs bits of bfloat16, `[out, in]`, into panels of pairs of inputs; see linear/pairs.py."""
+        """Packs bits of bfloat16, `[out, in]`, into panels of pairs of inputs, `[out / 64, in / 2, 64, 2]`, the later
+        input of a pair first; see linear/pairs.py."""
         outputs, inputs = raw.shape
-        shape = ceil_div(outputs, PANEL), ceil_div(inputs, 2), PANEL, 2
-        array = self._allocate(2 * int(np.prod(shape))).view(raw.dtype)
-        _pack_pairs(np.ascontiguousarray(raw), array.reshape(shape))
+        even = raw if inputs % 2 == 0 else np.pad(raw, ((0, 0), (0, 1)))
+        words = np.ascontiguousarray(even).view(np.uint32)
+        shape = ceil_div(outputs, PANEL), words.shape[1], PANEL
+        array = self._allocate(4 * int(np.prod(shape))).view(np.uint32)
+        _pack_words(words, array.reshape(shape), True)
         return int(array.ctypes.data)
 
     def vectors(self, values: NDArray[np.generic], width: int | None = None) -> int:

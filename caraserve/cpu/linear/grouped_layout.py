@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import PANEL
 from caraserve.cpu.jit import entry, kernel
+from caraserve.cpu.simd import LANES, load_u64, store_u8, store_u32, vload, vsplat, vstore
+from caraserve.cpu.tiles import stack_bytes, words_transpose
 from caraserve.model.formats import Array, Matrix
 from caraserve.model.formats.grouped import SUPER_GROUP, GroupedCodes, Offset, Scale
 from caraserve.util.units import ceil_div
@@ -78,69 +80,103 @@ class Layout:
         return self.group_start(last, size) + self.scales + self.offsets + codes
 
 
-@kernel
-def _four_codes(row, at, renumbered):  # type: ignore[no-untyped-def]
-    """Returns a word of four codes of eight bits."""
-    low = np.uint64(renumbered[row[at]]) | np.uint64(renumbered[row[at + 1]]) << np.uint64(8)
-    high = np.uint64(renumbered[row[at + 2]]) | np.uint64(renumbered[row[at + 3]]) << np.uint64(8)
-    return low | high << np.uint64(16)
+# --- packing ---
+
+_TILE = np.int64(256)  # inputs whose words are made and transposed at once, in the L1 cache; whole chunks
+_held = stack_bytes(int(_TILE))
+_ROW_BYTES = np.int64(_TILE)  # of the words of an output, which 8 bits fill
+_rows, _columns = stack_bytes(PANEL * int(_ROW_BYTES)), stack_bytes(PANEL * int(_ROW_BYTES))
+_transpose = words_transpose()
 
 
 @kernel
-def _eight_codes(row, at, renumbered):  # type: ignore[no-untyped-def]
-    """Returns a word of eight codes of four bits."""
-    word = _four_codes(row, at, renumbered) | _four_codes(row, at + 4, renumbered) << np.uint64(32)
-    # Moves codes together: two to a byte, four to two bytes, eight to four.
-    word = (word | word >> np.uint64(4)) & np.uint64(0x00FF00FF00FF00FF)
+def _together(word, bits):  # type: ignore[no-untyped-def]
+    """Moves eight codes, one a byte and of so many bits, together: two to a byte, the bytes to 32 bits."""
+    word = (word | word >> np.uint64(8) - bits) & np.uint64(0x00FF00FF00FF00FF)
     word = (word | word >> np.uint64(8)) & np.uint64(0x0000FFFF0000FFFF)
     return (word | word >> np.uint64(16)) & np.uint64(0xFFFFFFFF)
 
 
+@kernel
+def _write_words(codes, high, chunk, to):  # type: ignore[no-untyped-def]
+    """Writes the words of the codes of a tile, of four bits and `high` more in the last word of a chunk."""
+    highs = np.uint64(0x0101010101010101) * np.uint64((1 << high) - 1)
+    for start in range(0, _TILE, chunk):
+        rest = np.uint64(0)
+        for word in range(chunk // 8):
+            eight = load_u64(codes + start + 8 * word)
+            store_u32(to, np.uint32(_together(eight & np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4))))
+            to += 4
+            if high > 0:
+                rest |= _together(eight >> np.uint64(4) & highs, np.uint64(high)) << np.uint64(2 * word * high)
+        if high > 0:
+            store_u32(to, np.uint32(rest))
+            to += 4
+
+
+@kernel
+def _copy(source, num_bytes, to):  # type: ignore[no-untyped-def]
+    for at in range(0, num_bytes, 4 * LANES):
+        vstore(to + at, vload(source + at))
+
+
+@kernel
+def _clear(to, num_bytes):  # type: ignore[no-untyped-def]
+    for at in range(0, num_bytes, 4 * LANES):
+        vstore(to + at, vsplat(np.float32(0.0)))
+
+
 @entry
-def _pack_codes(codes, renumbered, bits, high, words, chunk, size, starts, panels):  # type: ignore[no-untyped-def]
+def _pack_codes(codes, renumbered, is_renumbered, bits, high, words, chunk, size, starts, panels):  # type: ignore[no-untyped-def]
     """Packs codes uint8 [outputs, inputs] into `panels`, uint32 [panels, words of a panel]. `starts`: of each group's
     codes in a panel, in words; `chunk`: inputs of a chunk; `size`: inputs of a group; `high`: as in `Layout`."""
     outputs, inputs = codes.shape
-    low = bits - high
-    in_word = 32 // low
-    block = 64 // chunk  # chunks whose codes are on one cache line of a row
+    held, rows, columns = _held(), _rows(), _columns()
     for panel in range(panels.shape[0]):
-        for group in range(len(starts)):
-            first, end = group * size, min((group + 1) * size, inputs)
-            for begin in range(first, end, block * chunk):
-                for lane in range(min(64, outputs - 64 * panel)):
-                    row = codes[64 * panel + lane]
-                    for start in range(begin, min(begin + block * chunk, end), chunk):
-                        at = starts[group] + (start - first) // chunk * words * 64 + lane
-                        rest = np.uint64(0)
-                        for word in range(chunk // in_word):
-                            value, inside = np.uint64(0), start + word * in_word
-                            if bits == 8 and end - inside >= 4:
-                                value = _four_codes(row, inside, renumbered)
-                            elif bits == 4 and end - inside >= 8:
-                                value = _eight_codes(row, inside, renumbered)
-                            else:
-                                for index in range(min(in_word, end - inside)):
-                                    code = np.uint64(renumbered[row[inside + index]])
-                                    value |= (code & np.uint64((1 << low) - 1)) << np.uint64(index * low)
-                                    if high:
-                                        place = index // 2 * 8 + (2 * word + index % 2) * high
-                                        rest |= code >> np.uint64(low) << np.uint64(place)
-                            panels[panel, at + 64 * word] = np.uint32(value)
-                        if high:
-                            panels[panel, at + 64 * (words - 1)] = np.uint32(rest)
+        lanes, target = min(64, outputs - 64 * panel), panels.ctypes.data + 4 * panel * panels.shape[1]
+        _clear(rows + lanes * _ROW_BYTES, (64 - lanes) * _ROW_BYTES)
+        for start in range(0, inputs, _TILE):
+            count = min(_TILE, inputs - start)
+            for lane in range(lanes):
+                source, to = codes.ctypes.data + (64 * panel + lane) * inputs + start, rows + lane * _ROW_BYTES
+                if is_renumbered or count < _TILE:
+                    _clear(held, _TILE)
+                    for index in range(count):
+                        store_u8(held + index, renumbered[codes[64 * panel + lane, start + index]])
+                    source = held
+                if bits == 8:
+                    _copy(source, _TILE, to)
+                else:
+                    _write_words(source, high, chunk, to)
+            for word in range(0, _TILE // chunk * words, 16):
+                for lane in range(0, 64, 16):
+                    at = rows + lane * _ROW_BYTES + 4 * word
+                    _transpose(at, _ROW_BYTES, columns + 4 * PANEL * word + 4 * lane, np.int64(4 * PANEL))
+            for index in range((count + chunk - 1) // chunk):
+                group = (start + index * chunk) // size
+                place = starts[group] + (start + index * chunk - group * size) // chunk * words * PANEL
+                _copy(columns + 4 * PANEL * words * index, 4 * PANEL * words, target + 4 * place)
+
+
+@entry
+def _place_columns(values, starts, panels):  # type: ignore[no-untyped-def]
+    """Writes the columns of values [outputs, columns] to each of `starts` in panels [panels, values of a panel]."""
+    for panel in range(panels.shape[0]):
+        for lane in range(min(64, values.shape[0] - 64 * panel)):
+            for column in range(len(starts)):
+                panels[panel, starts[column] + lane] = values[64 * panel + lane, column]
 
 
 def pack(kind: GroupedCodes, matrix: Matrix, renumbered: NDArray[np.uint8], panels: NDArray[np.uint8]) -> None:
     """Writes a matrix to `panels`, zeroed bytes [panels, bytes of a panel]. `renumbered`: of each code."""
     layout, size = Layout.of(kind), matrix.group
     codes = np.ascontiguousarray(matrix.arrays["codes"], np.uint8)
+    is_renumbered = not np.array_equal(renumbered, np.arange(256))
     groups = ceil_div(codes.shape[1], size)
     starts = np.array([layout.group_start(group, size) for group in range(groups)])
     at = (starts + layout.scales + layout.offsets) // 4
-    _pack_codes(
-        codes, renumbered, layout.bits, layout.high, layout.words, layout.inputs, size, at, panels.view(np.uint32)
-    )
+    sizes = layout.bits, layout.high, layout.words, layout.inputs, size
+    _pack_codes(codes, renumbered, is_renumbered, *sizes, at, panels.view(np.uint32))
     scale_type = _SCALE_TYPES[kind.scale]
     _place(matrix.arrays["scale"], scale_type, starts, panels)
     if kind.offset is not Offset.NONE:
@@ -160,8 +196,4 @@ def _place(values: Array, kind: Any, starts: NDArray[np.int64], panels: NDArray[
     """Writes a column of `values` [outputs, columns] to each of `starts` in the panels."""
     stored = np.ascontiguousarray(values)
     raw = stored.astype(kind) if kind is np.float32 else stored.view(kind)
-    for panel, target in enumerate(panels):
-        rows = np.ascontiguousarray(raw[PANEL * panel : PANEL * (panel + 1)].T)  # [columns, outputs]
-        width = rows.shape[1] * rows.itemsize
-        for start, row in zip(starts, rows, strict=True):
-            target[start : start + width] = row.view(np.uint8)
+    _place_columns(raw, starts // raw.itemsize, panels.view(kind))
