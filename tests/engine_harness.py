@@ -5,7 +5,7 @@ import contextlib
 import functools
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -154,9 +154,17 @@ class EngineHarness:
     most_rests: int = 0  # of a reader before its next delta, in turns of the event loop
 
     def ask(
-        self, prompt: Sequence[int], name: str | None, *, embeds: bool = False, client: str = "", **params: Any
+        self,
+        prompt: Sequence[int],
+        name: str | None,
+        *,
+        embeds: bool = False,
+        client: str = "",
+        predicted: Sequence[int] = (),
+        **params: Any,
     ) -> tuple[SentRequest, "asyncio.Task[SentRequest]"]:
         request = asked_for(prompt, name, embeds=embeds, client=client, **params)
+        request = replace(request, predicted_ids=tuple(predicted))
         digest = None if name is None else self.engine.adapter(name).digest
         asked = SentRequest(tuple(prompt), digest, request.params, self.engine.submit(request), embeds)
         if self.most_rests:

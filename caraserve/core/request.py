@@ -91,6 +91,7 @@ class GenerateRequest:
     averages: bool = False
     counts_prompt: bool = True  # False: another answer to the same prompt counts the prompt's tokens
     prompt_embeds: PromptEmbeds | None = None
+    predicted_ids: tuple[int, ...] = ()  # that the client expects in the answer; they change no token
 
 
 @dataclass(frozen=True, slots=True)

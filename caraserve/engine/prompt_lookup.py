@@ -1,4 +1,5 @@
-"""Guesses the next tokens of an answer: those that followed the same tokens earlier in its prompt and output.
+"""Guesses the next tokens of an answer: those that followed the same tokens earlier in it, in its prompt, or in a text
+that the client expects in it.
 
 A guess costs no model. It is right as long as an answer repeats a text, as edits of code, summaries with quotes and
 answers about a document do. How often guesses are right is measured for each request by all tokens of its answer, also
@@ -21,11 +22,11 @@ _MOST_LEARNED = 64  # tokens added at a time: each takes about 10 µs
 class PromptLookup:
     """The tokens of one request, and the place among them that its answer repeats now."""
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
-        """`prompt_ids`: negative ones are vectors, which no guess contains."""
-        self._tokens = np.empty(max(64, 2 * len(prompt_ids)), np.int64)
-        self._tokens[: len(prompt_ids)] = prompt_ids
-        self._prompt_tokens = self._count = len(prompt_ids)
+    def __init__(self, before: Sequence[int]) -> None:
+        """`before`: the tokens that precede the answer's; negative ones are vectors, which no guess contains."""
+        self._tokens = np.empty(max(64, 2 * len(before)), np.int64)
+        self._tokens[: len(before)] = before
+        self._before = self._count = len(before)
         self._next = 0  # the place of the guess
         self._matched = 0  # how many tokens before that place are the same as the last ones; 0: there is no guess
         self._right = [_PRIOR_GUESSES * share for _, share in _CLASSES]
@@ -34,7 +35,7 @@ class PromptLookup:
     @property
     def num_added(self) -> int:
         """How many tokens of the answer were added."""
-        return self._count - self._prompt_tokens
+        return self._count - self._before
 
     @property
     def chance(self) -> float:

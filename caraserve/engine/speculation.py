@@ -142,6 +142,7 @@ def _is_known(request: Request) -> bool:
 def _lookup(active: ActiveRequest) -> PromptLookup:
     """Returns the lookup of a request's tokens, with those that are known by now."""
     if active.lookup is None:
-        active.lookup = PromptLookup(active.request.inputs.prompt_ids)
+        inputs = active.request.inputs
+        active.lookup = PromptLookup((*inputs.predicted_ids, *inputs.prompt_ids))
     active.lookup.add(active.request.output_ids[active.lookup.num_added :])
     return active.lookup

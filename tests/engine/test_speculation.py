@@ -9,6 +9,7 @@ from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.speculation import draft_lengths
 from tests.engine.test_interleavings import answer_to
 from tests.engine_harness import EngineHarness, in_harness, turn
+from tests.fake_backend import expected
 from tests.guesses import guessing
 
 TOKENS = 24
@@ -50,6 +51,16 @@ async def test_right_guesses_save_iterations() -> None:
         async with in_harness(draft_tokens=8) as here:
             assert len(await answer(here, draft_s=0.1)) <= 2 + TOKENS // 8
             assert here.metrics.accepted == here.metrics.drafted > TOKENS
+
+
+async def test_a_text_that_the_client_expects_is_looked_up_too() -> None:
+    async with in_harness(draft_tokens=8) as here:
+        await answer(here, draft_s=0.1)
+        assert here.metrics.accepted == 0
+        asked, task = here.ask([5, 8], None, max_tokens=TOKENS, predicted=expected([5, 8], None, TOKENS))
+        await here.until_done([task])
+        asked.check()
+        assert here.metrics.accepted > TOKENS // 2
 
 
 async def test_drafts_that_take_longer_than_they_save_are_not_verified_again() -> None:

@@ -3,11 +3,12 @@
 import dataclasses
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from caraserve.core.reasoning_progress import ReasoningProgress
 from caraserve.core.request import Finish, GenerateRequest, TokenDelta
-from caraserve.errors import InvalidRequest
+from caraserve.errors import ContextLengthExceeded, InvalidRequest
 from caraserve.http.access.adapter_choice import AdapterFinder
 from caraserve.http.api_request import ApiRequest
 from caraserve.http.apis.answer_blocks import AnswerBlocks, Block, BlockChange, BlockKind
@@ -24,6 +25,7 @@ from caraserve.http.apis.choices import (
 from caraserve.http.apis.completions import (
     DEFAULT_MAX_TOKENS,
     CommonFields,
+    encode,
     fan_out,
     parse_common,
     parse_prompt_logprobs,
@@ -120,12 +122,27 @@ async def parse_chat_fields(
     lengths = engine.max_model_len, asked_tokens, default, params.min_tokens
     limits = AnswerLimits(*lengths, common.n, params.logprobs, source="messages", logprobs_field="top_logprobs")
     params = dataclasses.replace(params, max_tokens=limits.most_tokens(len(ids)))
-    requests = fan_out(f"{response_id}-", 0, ids, common, params)
+    predicted = await _predicted_ids(fields, engine)
+    requests = fan_out(f"{response_id}-", 0, ids, common, params, predicted_ids=predicted)
     if (scored := parse_prompt_logprobs(fields, common.delivery)) is not None:  # of the prompt that all of them have
         check_logprobs(1, len(ids), scored, "prompt_logprobs")
         first = dataclasses.replace(requests[0].params, prompt_logprobs=scored)
         requests[0] = dataclasses.replace(requests[0], params=first)
     return ParsedChat(common, tools, reasoning, tuple(requests))
+
+
+async def _predicted_ids(fields: Fields, engine: Engine) -> tuple[int, ...]:
+    """The tokens of `prediction`; none without it, or if the context has no room for them. Raises InvalidRequest."""
+    if (predicted := fields.raw("prediction")) is None:
+        return ()
+    if not isinstance(predicted, dict) or predicted.get("type") != "content":
+        raise InvalidRequest(
+            f'prediction must be {{"type": "content", "content": TEXT}}, not {shown(predicted)}.', param="prediction"
+        )
+    text = await joined_text(predicted.get("content"), "prediction.content", _TEXT_PARTS, "prediction")
+    with suppress(ContextLengthExceeded):
+        return tuple(await encode(engine.tokenizer, text, add_special_tokens=False, max_tokens=engine.max_model_len))
+    return ()
 
 
 async def chat_ids(

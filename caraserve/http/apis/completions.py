@@ -177,6 +177,7 @@ def fan_out(
     common: CommonFields,
     params: SamplingParams,
     prompt_embeds: PromptEmbeds | None = None,
+    predicted_ids: tuple[int, ...] = (),
 ) -> list[GenerateRequest]:
     """The engine requests of one prompt's n answers, numbered from `first`; answer i samples with seed + i."""
     return [
@@ -191,6 +192,7 @@ def fan_out(
             priority=common.priority,
             prompt_embeds=prompt_embeds,
             counts_prompt=index == 0,
+            predicted_ids=predicted_ids,
         )
         for index in range(common.n)
     ]

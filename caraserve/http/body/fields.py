@@ -165,6 +165,10 @@ MESSAGES = OtherField(
 ADD_GENERATION_PROMPT = BooleanField("add_generation_prompt", True)
 CONTINUE_FINAL_MESSAGE = BooleanField("continue_final_message", False)
 CHAT_TEMPLATE_KWARGS = OtherField("chat_template_kwargs", OBJECT)
+_TEXT_PARTS = list_of(object_of(("type", "text"), type=one_of("text"), text=STRING))
+PREDICTION = OtherField(
+    "prediction", object_of(("type", "content"), type=one_of("content"), content=any_of(STRING, _TEXT_PARTS))
+)
 REASONING_EFFORT = TextField("reasoning_effort", _LABEL_CHARACTERS)
 INCLUDE_REASONING = BooleanField("include_reasoning", True)
 THINKING_TOKEN_BUDGET = IntegerField("thinking_token_budget", -1, LARGEST, None)

@@ -189,7 +189,7 @@ CHAT = _table(
     _GENERATION
     | _TEMPLATE
     | _TOOLS
-    | served(body.REASONING_EFFORT, body.INCLUDE_REASONING, body.THINKING_TOKEN_BUDGET)
+    | served(body.REASONING_EFFORT, body.INCLUDE_REASONING, body.THINKING_TOKEN_BUDGET, body.PREDICTION)
     | served(body.CHAT_LOGPROBS, body.TOP_LOGPROBS, body.CHAT_MAX_TOKENS, body.CHAT_MAX_COMPLETION_TOKENS),
     _REFUSED
     | refused("send it to /v1/completions", "prompt prompt_embeds")

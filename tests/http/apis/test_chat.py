@@ -55,6 +55,25 @@ async def test_long_conversations_are_rendered_too() -> None:
     assert len(fake.requests[0].prompt_ids) > 9000
 
 
+@pytest.mark.parametrize("content", ["one\ntwo", [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]])
+async def test_the_text_that_a_client_expects_is_given_to_the_engine(content: object) -> None:
+    answer = await OneOff(fake := FakeEngine()).chat(prediction={"type": "content", "content": content}, n=2)
+    assert answer.status == 200
+    assert [bytes(one.predicted_ids).decode() for one in fake.requests] == ["one\ntwo"] * 2
+
+
+async def test_an_expected_text_beyond_the_context_is_left_out() -> None:
+    prediction = {"type": "content", "content": "x" * 9000}
+    assert (await OneOff(fake := FakeEngine()).chat(prediction=prediction)).status == 200
+    assert fake.requests[0].predicted_ids == ()
+
+
+@pytest.mark.parametrize("prediction", ["x", {}, {"type": "content"}, {"type": "tokens", "content": "x"}])
+async def test_a_malformed_prediction_is_refused(prediction: object) -> None:
+    answer = await OneOff().chat(prediction=prediction)
+    assert (answer.status, answer.error["param"]) == (400, "prediction")
+
+
 @pytest.mark.parametrize(
     ("fields", "ending"),
     [({}, "assistant:"), ({"add_generation_prompt": False}, ";"), ({"continue_final_message": True}, ";")],

@@ -86,6 +86,7 @@ OF_CHAT: dict[str, Any] = {
     "functions": [{}],
     "function_call": "none",
     "thinking_token_budget": -1,
+    "prediction": {"type": "content", "content": "x"},
 }
 OF_REASONING = {"reasoning_effort": "low", "include_reasoning": False}  # ignored, and listed, where nothing reasons
 
@@ -253,7 +254,7 @@ async def test_a_misspelt_field_is_refused_with_the_right_name(path: str, field:
     "sent",
     [
         {"metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
-        {"reasoning_effort": "low", "verbosity": "low", "prediction": {}, "web_search_options": {}},
+        {"reasoning_effort": "low", "verbosity": "low", "web_search_options": {}},
         {"prompt_cache_key": "k", "safety_identifier": "s", "spaces_between_special_tokens": True, "length_penalty": 1},
         {"chat_id": "1", "session_id": "2", "id": "3", "background_tasks": {}, "features": {}, "files": []},
         {"tags": ["x"], "type": "x", "mode": "x", "title": "x", "top_n": 1, "model_name": "x", "chat_template_id": 1},
