@@ -18,12 +18,11 @@ from caraserve.gpu.kernels.experts import ExpertWeights
 from caraserve.gpu.kernels.grouped import GroupedMatrix
 from caraserve.gpu.kernels.heads import Heads, RopeTables
 from caraserve.gpu.kernels.norms import NormWeights
-from caraserve.gpu.linear.base import SCALE, TORCH_CODES, Fill, Linear, LinearLoader, ReadMatrix
+from caraserve.gpu.linear.base import SCALE, TORCH_CODES, Fill, Linear, LinearLoader, ReadMatrix, row_pieces
 from caraserve.gpu.linear.dense import DenseLinear
 from caraserve.gpu.linear.experts import load_experts
 from caraserve.gpu.linear.formats import class_of, load_linear
 from caraserve.gpu.linear.grouped import GroupedLinear, load_matrices
-from caraserve.gpu.linear.quantized import row_blocks
 from caraserve.gpu.linear.random_codes import random_matrix
 from caraserve.gpu.supported_plans import check_plan
 from caraserve.model.dtype import Dtype
@@ -181,7 +180,7 @@ class _Loader:
                 weight = embedding.clone()
             else:
                 weight = self._numbers(plan.embed, plan.embed_format)
-            for rows in row_blocks(weight):
+            for rows in row_pieces(*weight.shape):
                 weight[rows] = torch.nn.functional.normalize(weight[rows].float(), dim=1)
             head = DenseLinear.of(weight, None)
         elif plan.head is not None:
@@ -309,7 +308,7 @@ def dummy(seed: int, device: torch.device) -> Fill:
         elif target.dtype is torch.uint8:  # of MXFP4
             target.fill_(_DUMMY_EXPONENT) if name.endswith("_scales") else target.random_(0, 256, generator=generator)
         elif target.dtype in TORCH_CODES.values():
-            for rows in row_blocks(target):
+            for rows in row_pieces(*target.shape):
                 codes = target[rows]
                 noise = torch.empty(codes.shape, device=device).normal_(0.0, _DUMMY_CODES_STD, generator=generator)
                 codes.copy_(noise.round_().clamp_(-127, 127))

@@ -4,9 +4,9 @@ codes of the inputs with the nearest ones, bit by bit."""
 import torch
 from torch import Tensor
 
+from caraserve.gpu.kernels.quantized import round_rows
 from caraserve.gpu.linear.base import RoundedRows
 from caraserve.gpu.linear.quantized import QuantizedLinear
-from caraserve.gpu.linear.quantized_kernels import round_rows
 from caraserve.model.dtype import Code, Dtype
 from caraserve.model.formats.scaled_codes import Inputs
 from scripts.laboratory.gpu.accelerator import Accelerator

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from caraserve.gpu.kernels.paged_cache import TokenTables
+from caraserve.gpu.kernels.quantized import product_shape, store_product
 from caraserve.model.dtype import Code, Dtype, decoded
 from caraserve.model.formats.grouped import FP4, SUPER_GROUP, GroupedCodes, Scale
 from caraserve.util.units import ceil_div
@@ -219,10 +219,7 @@ def grouped_product_kernel(  # type: ignore[no-untyped-def]
                 BITS, VALUES, FIRST, SCALE, OFFSET, ROUNDS_TO, GROUP, UNITS,
             )  # fmt: skip
             total = tl.dot(weights.to(xs.dtype), xs, total, input_precision="ieee")
-    if HAS_BIAS:
-        total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    to = out + row.to(tl.int64)[None, :] * out_stride + output[:, None]
-    tl.store(to, total.to(out.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+    store_product(total, bias, out, row, output, is_row, is_output, out_stride, HAS_BIAS)
 
 
 @triton.jit
@@ -256,10 +253,11 @@ def multiply(x: Tensor, weight: GroupedMatrix, out: Tensor, bias: Tensor | None 
     (rows, inputs), outputs = x.shape, weight.outputs
     arrays, sizes, forms = _arguments(weight)
     shape = product_shape(rows, x.dtype)
+    units = max(2, shape.pop("BK") // BLOCK)
     grouped_product_kernel[(ceil_div(rows, shape["BM"]), ceil_div(outputs, shape["BN"]))](
         *arrays, weight.codes if weight.order is None else weight.order, x, out, x if bias is None else bias,
         rows, outputs, inputs, *sizes, x.stride(0), out.stride(0),
-        **forms, HAS_ORDER=weight.order is not None, HAS_BIAS=bias is not None, **shape,
+        **forms, HAS_ORDER=weight.order is not None, HAS_BIAS=bias is not None, UNITS=units, **shape,
     )  # fmt: skip
 
 
@@ -272,18 +270,6 @@ def embed_grouped(history: Tensor, weight: GroupedMatrix, tokens: TokenTables, h
         *arrays, history, tokens.slot, tokens.position, hidden,
         width, *sizes, history.stride(0), hidden.stride(0), **forms, UNITS=_EMBED_UNITS, num_warps=4,
     )  # fmt: skip
-
-
-def product_shape(rows: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns tile sizes and launch options of a product. Up to 16 rows weights set the time: narrow tiles, so that
-    there are programs for all multiprocessors."""
-    if dtype is torch.float32:
-        return {"BN": 32, "BM": 16, "UNITS": 2, "num_warps": 4, "num_stages": 3}
-    if rows <= 16:
-        return {"BN": 32, "BM": 16, "UNITS": 8, "num_warps": 4, "num_stages": 4}
-    if rows <= 64:
-        return {"BN": 64, "BM": 32 if rows <= 32 else 64, "UNITS": 4, "num_warps": 4, "num_stages": 3}
-    return {"BN": 128, "BM": 128, "UNITS": 2, "num_warps": 8, "num_stages": 3}
 
 
 def _arguments(weight: GroupedMatrix) -> tuple[list[Tensor], list[int], dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code
 from caraserve.model.formats import Matrix, WeightFormat
 from caraserve.model.linear_plan import LinearPlan, accumulated
@@ -20,6 +21,7 @@ Fill = Callable[[str, Tensor], None]
 # sizes ask for the weights of all experts in one tensor.
 ReadMatrix = Callable[[WeightFormat, str, tuple[int, ...]], Matrix]
 SCALE = "_scale"
+_PIECE_NUMBERS = 1 << 24  # of a matrix, which are drawn, dequantised or packed at a time
 TORCH_CODES = {Code.F8_E4M3: torch.float8_e4m3fn, Code.I8: torch.int8, Code.U8: torch.uint8}
 
 
@@ -84,10 +86,24 @@ class JoinedModules:
     def outputs(self) -> int:
         return sum(map(outputs_of, self.linears))
 
+    def refuse_transposed(self) -> None:
+        """Raises ModelLoadError for weights stored as [inputs, outputs], which codes cannot be."""
+        for linear in self.linears:
+            if linear.transposed:
+                why = "weights stored as [inputs, outputs] can only be read as numbers"
+                raise ModelLoadError(f"{linear.module}: {why}")
+
     def rows(self) -> Iterator[tuple[LinearPlan, slice]]:
         """Yields each module and its rows of the matrix."""
         ends = pairwise(accumulated(map(outputs_of, self.linears)))
         yield from zip(self.linears, starmap(slice, ends), strict=True)
+
+
+def row_pieces(outputs: int, inputs: int) -> Iterator[slice]:
+    """Yields ranges of a matrix's outputs with about `_PIECE_NUMBERS` numbers each."""
+    step = max(1, _PIECE_NUMBERS // inputs)
+    for start in range(0, outputs, step):
+        yield slice(start, min(start + step, outputs))
 
 
 def outputs_of(linear: LinearPlan) -> int:

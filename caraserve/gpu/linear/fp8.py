@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from caraserve.gpu.kernels.capability import FP8_CAPABILITY
+from caraserve.gpu.kernels.quantized import scale_rows
 from caraserve.gpu.linear.base import RoundedRows
 from caraserve.gpu.linear.quantized import QuantizedLinear
-from caraserve.gpu.linear.quantized_kernels import scale_rows
 from caraserve.model.dtype import Code
 from caraserve.model.formats.scaled_codes import Inputs, ScaledCodes
 

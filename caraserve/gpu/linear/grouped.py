@@ -4,7 +4,7 @@ A file's format reads a module's arrays on the host; they are copied to the devi
 there.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import ClassVar, Protocol
@@ -15,14 +15,13 @@ from torch import Tensor
 
 from caraserve.errors import ModelLoadError
 from caraserve.gpu.kernels.grouped import BLOCK, UNIT, GroupedMatrix, multiply, values_are
-from caraserve.gpu.linear.base import JoinedModules, Linear, LinearLoader, RoundedRows
+from caraserve.gpu.linear.base import JoinedModules, Linear, LinearLoader, RoundedRows, row_pieces
 from caraserve.gpu.linear.mixed import mixed
 from caraserve.model.formats import Array, Matrix, WeightFormat
 from caraserve.model.formats.grouped import SUPER_GROUP, GroupedCodes, Offset, Scale
 from caraserve.model.linear_plan import LinearPlan, Rows
 from caraserve.util.units import ceil_div
 
-_PIECE_BYTES = 1 << 24  # of codes, one byte each, that are packed at a time
 _FLOATS = {Scale.F32: torch.float32, Scale.F16: torch.float16, Scale.BF16: torch.bfloat16}
 
 
@@ -74,10 +73,7 @@ class GroupedCodesClass:
 
     def load(self, loader: LinearLoader, modules: JoinedModules) -> Linear:
         """Reads the modules' codes, and fills their biases. Modules whose columns are sorted alike are one matrix."""
-        if transposed := next((linear for linear in modules.linears if linear.transposed), None):
-            raise ModelLoadError(
-                f"{transposed.module}: weights stored as [inputs, outputs] can only be read as numbers"
-            )
+        modules.refuse_transposed()
         bias, parts, first = loader.bias(modules), list[tuple[Linear, int]](), 0
         for matrix in load_matrices(loader, self.format, modules.linears):
             own = None if bias is None else bias[first : first + matrix.outputs]
@@ -92,7 +88,7 @@ class GroupedCodesClass:
         read = loader.read(self.format, module, tuple(target.shape))
         matrices = [read] if target.dim() == 2 else [_expert(read, index) for index in range(len(target))]
         for numbers, matrix in zip([target] if target.dim() == 2 else target, matrices, strict=True):
-            for rows in _pieces(*numbers.shape):
+            for rows in row_pieces(*numbers.shape):
                 values = self.format.values(matrix.rows(range(rows.start, rows.stop)))
                 numbers[rows].copy_(torch.from_numpy(values))
 
@@ -100,16 +96,18 @@ class GroupedCodesClass:
 def load_matrices(loader: LinearLoader, stored: GroupedWeights, linears: Sequence[LinearPlan]) -> list[GroupedMatrix]:
     """Returns the weights of modules that read the same rows, those one below the other whose columns are in the same
     order. Without memory to fill nothing is read."""
-    inputs = linears[0].inputs
+    inputs, module = linears[0].inputs, linears[0].module
     if loader.device.type == "meta":
         outputs = sum(len(_rows(linear)) for linear in linears)
-        return [_empty(stored.kind, stored.group, inputs, outputs, None, loader)]
+        group = _group(module, stored.kind, stored.group, inputs)
+        return [_empty(stored.kind, group, inputs, outputs, None, loader)]
     read = [(linear, loader.read(stored, linear.module, (linear.outputs, inputs))) for linear in linears]
     made = []
     for _, run in groupby(read, key=lambda pair: pair[1].order):
         chosen = [(matrix, _rows(linear)) for linear, matrix in run]
-        outputs = sum(len(rows) for _, rows in chosen)
-        target, first = _empty(stored.kind, chosen[0][0].group, inputs, outputs, chosen[0][0], loader), 0
+        outputs, (matrix, _) = sum(len(rows) for _, rows in chosen), chosen[0]
+        group = _group(module, stored.kind, matrix.group, inputs)
+        target, first = _empty(stored.kind, group, inputs, outputs, matrix, loader), 0
         for matrix, rows in chosen:
             _fill(_part(target, slice(first, first + len(rows))), matrix, rows)
             first += len(rows)
@@ -126,21 +124,26 @@ def _expert(matrix: Matrix, index: int) -> Matrix:
     return replace(matrix, arrays={name: array[index] for name, array in matrix.arrays.items()})
 
 
+def _group(module: str, kind: GroupedCodes, group: int, inputs: int) -> int:
+    """Returns the inputs with one scale as kernels have them, 0 for all. Raises ModelLoadError for groups that they
+    cannot compute."""
+    group = 0 if group >= inputs else group
+    if group % UNIT or (kind.scale is Scale.NESTED and (inputs % SUPER_GROUP or SUPER_GROUP % (group or 1))):
+        raise ModelLoadError(
+            f"{module}: groups of {group} of {inputs} inputs with scales as {kind.scale.value} cannot be computed on a "
+            f"GPU; multiples of {UNIT} can, and of nested scales those in whole groups of {SUPER_GROUP}"
+        )
+    return group
+
+
 def _empty(
     kind: GroupedCodes, group: int, inputs: int, outputs: int, matrix: Matrix | None, loader: LinearLoader
 ) -> GroupedMatrix:
-    """Allocates a matrix, and fills what all its outputs share. `matrix`: one of those that will fill it. Raises
-    ModelLoadError for groups that kernels cannot compute."""
-    group = 0 if group >= inputs else group
+    """Allocates a matrix, and fills what all its outputs share. `matrix`: one of those that will fill it."""
     is_nested = kind.scale is Scale.NESTED
-    if group % UNIT or (is_nested and (inputs % SUPER_GROUP or SUPER_GROUP % (group or 1))):
-        raise ModelLoadError(
-            f"groups of {group} of {inputs} inputs with scales as {kind.scale.value} cannot be computed on a GPU; "
-            f"multiples of {UNIT} can, and of nested scales those in whole groups of {SUPER_GROUP}"
-        )
     blocks, groups, supers = ceil_div(inputs, BLOCK), ceil_div(inputs, group or inputs), inputs // SUPER_GROUP
 
-    def array(width: int, dtype: torch.dtype, *, exists: bool = True) -> Tensor | None:
+    def array(width: int, dtype: torch.dtype, *, exists: bool) -> Tensor | None:
         return loader.empty((outputs, width), dtype) if exists else None
 
     is_signed = kind.offset is Offset.NONE if matrix is None else matrix.arrays["scale"].dtype.kind == "i"
@@ -148,22 +151,19 @@ def _empty(
     scale_above = array(supers, torch.float16, exists=is_nested)
     if kind.scale is Scale.E4M3:
         scale_above = loader.empty((outputs,), torch.float32)
-    codes, scale = array(inputs if kind.bits == 8 else blocks * BLOCK // 2, torch.uint8), array(groups, of_scale)
-    assert codes is not None
-    assert scale is not None
-    has_order = matrix is not None and matrix.order is not None
+    order = None if matrix is None else matrix.order
     return GroupedMatrix(
         kind,
         group,
         inputs,
-        codes,
+        loader.empty((outputs, inputs if kind.bits == 8 else blocks * BLOCK // 2), torch.uint8),
         array((kind.bits - 4) * blocks, torch.int32, exists=kind.bits in (5, 6)),
-        scale,
+        loader.empty((outputs, groups), of_scale),
         array(groups, of_scale if kind.offset is Offset.ADDED else torch.uint8, exists=kind.offset is not Offset.NONE),
         scale_above,
         array(supers, torch.float16, exists=kind.offset is Offset.NESTED),
         torch.tensor(kind.values, device=loader.device) if values_are(kind) == "table" else None,
-        torch.tensor(matrix.order, dtype=torch.int32, device=loader.device) if has_order and matrix else None,
+        None if order is None else torch.tensor(order, dtype=torch.int32, device=loader.device),
     )
 
 
@@ -182,7 +182,7 @@ def _fill(target: GroupedMatrix, matrix: Matrix, rows: Rows) -> None:
         "divisor" if target.kind.scale is Scale.E4M3 else "super_scale": target.scale_above,
         "super_offset": target.offset_above,
     }
-    for piece in _pieces(len(rows), target.inputs):
+    for piece in row_pieces(len(rows), target.inputs):
         found = matrix.rows(rows[piece]).arrays
         codes = torch.from_numpy(np.ascontiguousarray(found["codes"])).to(target.codes.device)
         packed, high = pack_codes(codes, target.kind.bits)
@@ -216,10 +216,3 @@ def pack_codes(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
     upper = (whole >> 4).to(torch.int32).view(outputs, blocks * above, BLOCK // above)
     shifts = torch.arange(0, BLOCK, above, dtype=torch.int32, device=codes.device)
     return packed, (upper << shifts).sum(-1, dtype=torch.int32)
-
-
-def _pieces(outputs: int, inputs: int) -> Iterator[slice]:
-    """Yields ranges of outputs of about `_PIECE_BYTES` codes each."""
-    step = max(1, _PIECE_BYTES // inputs)
-    for start in range(0, outputs, step):
-        yield slice(start, min(start + step, outputs))

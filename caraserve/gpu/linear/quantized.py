@@ -1,24 +1,21 @@
 """What linear modules with codes of one byte for weights have in common: fp8.py and int8.py are the formats.
 
 A code times the scale of its output is a weight. Inputs are multiplied as they are, or quantised first. Products are
-those of quantized_kernels.py, unless a format has its own.
+those of kernels/quantized.py, unless a format has its own.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from caraserve.errors import ModelLoadError
 from caraserve.gpu.kernels.capability import compute_capability
-from caraserve.gpu.linear.base import TORCH_CODES, JoinedModules, LinearLoader, RoundedRows
-from caraserve.gpu.linear.quantized_kernels import multiply, round_rows
+from caraserve.gpu.kernels.quantized import multiply, round_rows
+from caraserve.gpu.linear.base import TORCH_CODES, JoinedModules, LinearLoader, RoundedRows, row_pieces
 from caraserve.model.dtype import Code
 from caraserve.model.formats.scaled_codes import Inputs, ScaledCodes
-
-_BLOCK_NUMBERS = 1 << 24  # of a matrix, which are float32 at a time while it is dequantised or drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +35,7 @@ class QuantizedLinear:
     @classmethod
     def load(cls, loader: LinearLoader, modules: JoinedModules) -> Self:
         """Fills the modules' codes, scales and biases."""
-        if transposed := next((linear for linear in modules.linears if linear.transposed), None):
-            raise ModelLoadError(
-                f"{transposed.module}: weights stored as [inputs, outputs] can only be read as numbers"
-            )
+        modules.refuse_transposed()
         scheme = modules.format
         assert isinstance(scheme, ScaledCodes)
         bias, capability = loader.bias(modules), compute_capability(loader.device)
@@ -68,7 +62,7 @@ class QuantizedLinear:
         scale = torch.empty(len(target), dtype=torch.float32, device=target.device)
         loader.fill(f"{module}.weight", codes)
         loader.fill(f"{module}.weight_scale", scale)
-        for rows in row_blocks(target):
+        for rows in row_pieces(*target.shape):
             target[rows] = codes[rows].float() * scale[rows, None]
 
     @property
@@ -104,10 +98,3 @@ class QuantizedLinear:
     def _multiply(self, x: Tensor, out: Tensor, row_scale: Tensor | None) -> None:
         codes = self.weight.view(torch.int8)
         multiply(x, codes, out, self.scale, self.code, self.capability, row_scale, self.bias)
-
-
-def row_blocks(matrix: Tensor) -> Iterator[slice]:
-    """Yields ranges of rows of about `_BLOCK_NUMBERS` numbers each."""
-    step = max(1, _BLOCK_NUMBERS // matrix.shape[1])
-    for start in range(0, len(matrix), step):
-        yield slice(start, start + step)

@@ -19,7 +19,7 @@ _DECIDING = ("memcheck", "synccheck")  # racecheck also reports pipelined copies
 _BY_KERNEL = "racecheck"
 _TRITON = (
     *("attention.triton", "kernels.delta_net", "kernels.elementwise", "kernels.experts", "kernels.heads"),
-    *("kernels.lora", "kernels.norms", "linear.quantized_kernels"),
+    *("kernels.lora", "kernels.norms", "kernels.quantized"),
 )  # modules of gpu/
 _KERNEL_SUFFIX = "_kernel"  # of Triton's kernels; functions without it are called by them
 _FOUND_STATUS = 86

@@ -27,10 +27,10 @@ from caraserve.gpu.kernels.heads import Heads, RopeTables, rotate_and_append
 from caraserve.gpu.kernels.lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
 from caraserve.gpu.kernels.norms import NormWeights, add_and_norm
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
+from caraserve.gpu.kernels.quantized import multiply, round_rows, scale_rows
 from caraserve.gpu.kernels.vocabulary import change_embeddings, change_logits
 from caraserve.gpu.linear.base import LinearLoader
 from caraserve.gpu.linear.grouped import load_matrices
-from caraserve.gpu.linear.quantized_kernels import multiply, round_rows, scale_rows
 from caraserve.gpu.linear.random_codes import random_matrix
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.pass_shape import PassShape, all_groups

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from caraserve.gpu.linear.quantized_kernels import multiply, round_rows, scale_rows
+from caraserve.gpu.kernels.quantized import multiply, round_rows, scale_rows
 from caraserve.model.dtype import Code
 from tests.gpu.honest_dots import honest_dots
 from tests.gpu_device.nearest_codes import nearest_codes

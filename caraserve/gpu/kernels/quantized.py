@@ -71,6 +71,17 @@ def _values(codes, dtype: tl.constexpr, FP8: tl.constexpr, HAS_FP8: tl.constexpr
     return ((codes.to(tl.int16) << 7) & -16385).to(tl.float16, bitcast=True).to(dtype)
 
 
+@triton.jit
+def store_product(  # type: ignore[no-untyped-def]
+    total, bias, out, row, output, is_row, is_output, out_stride, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Adds the bias to sums, fp32 [outputs, rows], and stores them as rows."""
+    if HAS_BIAS:
+        total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    to = out + row.to(tl.int64)[None, :] * out_stride + output[:, None]
+    tl.store(to, total.to(out.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+
+
 @triton.jit(do_not_specialize=["rows"])  # otherwise a new batch size would compile again while requests wait
 def product_kernel(  # type: ignore[no-untyped-def]
     weight, x, out, scale, x_scale, bias, rows, outputs, inputs, x_stride, out_stride,
@@ -96,10 +107,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
     result = total * factor[:, None]
     if HAS_X_SCALE:
         result *= tl.load(x_scale + row, mask=is_row, other=0.0)[None, :]
-    if HAS_BIAS:
-        result += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    to = out + row.to(tl.int64)[None, :] * out_stride + output[:, None]
-    tl.store(to, result.to(out.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+    store_product(result, bias, out, row, output, is_row, is_output, out_stride, HAS_BIAS)
 
 
 @triton.jit
