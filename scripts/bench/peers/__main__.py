@@ -27,7 +27,7 @@ from caraserve.bench.report.plots import can_draw
 from caraserve.bench.report.tables import open_console, to_rich
 from caraserve.errors import BackendFailed, CaraServeError, ConfigError
 from scripts.bench.peers.builds import LlamaCpp, Vllm, find_llama, find_vllm
-from scripts.bench.peers.models import FORMATS, ModelFiles, given, synthetic
+from scripts.bench.peers.models import FORMATS, ModelFiles, synthetic
 from scripts.bench.peers.rounds import LOADS, Load, first_tokens, run_round, warm_up
 from scripts.bench.peers.servers import (
     LLAMA,
@@ -90,13 +90,14 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     llama = find_llama(args.llama, args.cache, console) if LLAMA in args.peers else None
     vllm = find_vllm(args.vllm, args.cache, console) if VLLM in args.peers else None
     document = _continued(path, _document(args, llama, vllm))
-    loads = [load for load in LOADS if load.name in (args.loads or load.name)]
-    for form in [args.gguf.stem if args.gguf else args.model.name] if args.gguf or args.model else args.formats:
+    loads = [load for load in LOADS if not args.loads or load.name in args.loads]
+    own = args.gguf.stem if args.gguf else args.model.name if args.model else None
+    for form in [own] if own else args.formats:
         measured = document["formats"].setdefault(form, {"servers": {}, "unavailable": {}, "rounds": []})
         if not missing_rounds(measured, args.rounds):
             continue
-        if args.gguf or args.model:
-            model = given(args.model, args.gguf)
+        if own:
+            model = ModelFiles(args.model, args.gguf, "auto")
         else:
             model = synthetic(args.cache / "models", form, args.ranks, _ADAPTERS, llama.quantize if llama else None)
         also = [shlex.split(text) for name, text in args.also if name == form]
@@ -115,13 +116,9 @@ def _document(args: argparse.Namespace, llama: LlamaCpp | None, vllm: Vllm | Non
         "machine": machine(),
         "versions": versions(),
         "peers": {LLAMA: llama.version if llama else None, VLLM: vllm.version if vllm else None},
-        "arguments": {name: _plain(getattr(args, name)) for name in kept},
+        "arguments": {name: getattr(args, name) for name in kept},
         "formats": {},
     }
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
 
 
 def _continued(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +128,7 @@ def _continued(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
         return fresh
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     for name in ("arguments", "versions", "peers"):
-        if found[name] != json.loads(json.dumps(fresh[name])):
+        if found[name] != json.loads(json.dumps(fresh[name], default=str)):
             raise ConfigError(f"{path} has figures of other {name}: delete it, or name another file with --save")
     return found
 
@@ -139,7 +136,7 @@ def _continued(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
 def _write(path: Path, document: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    unfinished.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
     unfinished.rename(path)
 
 
@@ -170,25 +167,22 @@ async def _measure_format(
         servers: list[RunningServer] = []
         wanted = [one for one in commands if any(one.takes_part(load.adapters) for load in loads)]
         for command in wanted:
-            console.print(f"{form}: starting {command.name}")
+            console.print(f"{form}: starting {command.title}")
             try:
                 servers.append(await stack.enter_async_context(started(command, args.cache / "logs" / form)))
             except BackendFailed as error:
                 console.print(str(error))
-                measured["unavailable"][command.name] = str(error).splitlines()[-1]
+                measured["unavailable"][command.title] = str(error).splitlines()[-1]
         for server in servers:
             command = server.command
-            key = command.name + ("" if command.without else " with adapters")
-            tokens = {
-                "adapter" if adapter else "base": await first_tokens(server, adapter)
-                for adapter in (False, True)
-                if command.takes_part(adapter)
-            }
-            environment = dict(command.environment)
-            measured["servers"][key] = {
+            measured["servers"][command.title] = {
                 "command": shlex.join(command.arguments),
-                "environment": environment,
-                "first_tokens": tokens,
+                "environment": dict(command.environment),
+                "first_tokens": {
+                    "adapter" if adapter else "base": await first_tokens(server, adapter)
+                    for adapter in (False, True)
+                    if command.takes_part(adapter)
+                },
             }
         await warm_up(servers, loads, console.print)
         for number in missing_rounds(measured, args.rounds):

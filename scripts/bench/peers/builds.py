@@ -30,7 +30,7 @@ _LLAMA_OPTIONS = {
     "LLAMA_BUILD_UI": "OFF",
     "LLAMA_USE_PREBUILT_UI": "OFF",
 }
-_LLAMA_TARGETS = ("llama-server", "llama-quantize", "llama-bench")
+_LLAMA_TARGETS = ("llama-server", "llama-quantize")
 _PRELOADED = ("tcmalloc_minimal", "iomp5")  # as vLLM's manual recommends for CPUs
 _COMPLETE = ".complete"  # in a virtual environment that was installed to its end
 _SHOWN_CHARACTERS = 2000  # of the output of a step that failed
@@ -60,9 +60,10 @@ def find_llama(given: Path | None, cache: Path, console: Console) -> LlamaCpp:
     if programs.is_file():
         programs = programs.parent
     server, quantize = programs / "llama-server", programs / "llama-quantize"
-    if not server.exists() and given is not None:
-        raise ConfigError(f"--llama {given}: there is no llama-server; name the folder that has it")
-    if not (server.exists() and quantize.exists()) and given is None:
+    missing = [program.name for program in (server, quantize) if not program.exists()]
+    if missing and given is not None:
+        raise ConfigError(f"--llama {given}: there is no {' and no '.join(missing)}; name the folder that has them")
+    if missing:
         _build_llama(cache / "llama", console)
     said = subprocess.run([server, "--version"], capture_output=True, text=True, check=True)
     return LlamaCpp(server, quantize, " · ".join(line for line in (said.stderr + said.stdout).splitlines() if line))

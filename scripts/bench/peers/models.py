@@ -8,12 +8,14 @@ from pathlib import Path
 
 from caraserve.bench.synthetic import MODULES, Shape, shape_plan, write_adapters
 from caraserve.bench.synthetic import write_model as write_folder
+from caraserve.errors import ConfigError
 from scripts.bench.peers.gguf_writer import write_adapter, write_model
 
 SHAPE = Shape(hidden=768, layers=12, intermediate=2048, vocab=16384, heads=12, kv_heads=4)
 _MAX_POSITION = 4096
 _QUANTISED = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k_m": "Q4_K_M"}  # llama-quantize's names
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_SHOWN_CHARACTERS = 500  # of what llama-quantize says when it fails
 FORMATS = (*_DTYPES, *_QUANTISED)
 
 
@@ -21,7 +23,6 @@ FORMATS = (*_DTYPES, *_QUANTISED)
 class ModelFiles:
     """A model in one format; None where it has no such file."""
 
-    name: str
     folder: Path | None  # Hugging Face's
     gguf: Path | None
     dtype: str  # for servers that are told one
@@ -30,26 +31,21 @@ class ModelFiles:
 
 def synthetic(cache: Path, form: str, ranks: Sequence[int], count: int, quantize: Path | None) -> ModelFiles:
     """Returns the random model in a format, written below `cache` unless it is there. Only formats with a folder have
-    adapters. `quantize`: llama-quantize; without it there are no quantised files."""
+    adapters. `quantize`: llama-quantize; without it there are no quantised files. Raises ConfigError if it fails."""
     dtype = _DTYPES.get(form, "float32")
     folder = _made(cache / "100M" / dtype, lambda path: write_folder(path, SHAPE, dtype, _MAX_POSITION))
     gguf = folder.with_suffix(".gguf")
     if not gguf.exists():
         write_model(folder, gguf)
     if form in _QUANTISED:
-        return ModelFiles(form, None, _quantised(gguf, _QUANTISED[form], quantize), "auto")
+        return ModelFiles(None, _quantised(gguf, _QUANTISED[form], quantize), "auto")
     parts = "-".join(map(str, ranks))
     made = _made(
         cache / "100M" / f"adapters-{dtype}-{count}x{parts}",
         lambda path: _write_adapters(path, folder, dtype, ranks, count),
     )
     named = tuple((path.name, path, path.with_suffix(".gguf")) for path in sorted(made.glob("adapter-*[0-9]")))
-    return ModelFiles(form, folder, gguf, dtype, named)
-
-
-def given(folder: Path | None, gguf: Path | None) -> ModelFiles:
-    """Returns a model of the caller's."""
-    return ModelFiles((gguf or folder or Path()).stem, folder, gguf, "auto")
+    return ModelFiles(folder, gguf, dtype, named)
 
 
 def _write_adapters(path: Path, model: Path, dtype: str, ranks: Sequence[int], count: int) -> None:
@@ -75,6 +71,8 @@ def _quantised(source: Path, kind: str, quantize: Path | None) -> Path | None:
         if quantize is None:
             return None
         unfinished = path.with_name(f".{path.name}")
-        subprocess.run([quantize, source, unfinished, kind], check=True, capture_output=True)
+        done = subprocess.run([quantize, source, unfinished, kind], capture_output=True, text=True)
+        if done.returncode:
+            raise ConfigError(f"{quantize} could not write {source} as {kind}: {done.stderr[-_SHOWN_CHARACTERS:]}")
         unfinished.rename(path)
     return path

