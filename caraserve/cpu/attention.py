@@ -4,11 +4,9 @@ The online softmax runs in fp32 over aligned spans of 64 positions in order, so 
 chunk, batch or tile.
 """
 
-from typing import Any
-
 import numpy as np
 
-from caraserve.cpu.jit import compiled_separately, kernel
+from caraserve.cpu.jit import compiled_separately, kernel, unset
 from caraserve.cpu.kv_append import head_address
 from caraserve.cpu.layers import scale_row, sigmoid, soft_cap
 from caraserve.cpu.simd import (
@@ -48,14 +46,10 @@ _ITEM_TOKENS = 16  # tokens in one item of attention work
 _call9 = call_by_address(9)
 
 
-def _unset(*arguments: Any) -> Any:
-    raise AssertionError("replaced for each dtype of KV blocks")
-
-
 # Names that `made_for` replaces for each dtype of KV blocks; see kv_kernels.py.
-_scores1 = _scores2 = _scores3 = _scores4 = _scores = _unset
-_values1x4 = _values2x4 = _values3x4 = _values4x4 = _add_values = _unset
-_values1x1 = _values2x1 = _values3x1 = _values4x1 = _unset
+_scores1 = _scores2 = _scores3 = _scores4 = _scores = unset
+_values1x4 = _values2x4 = _values3x4 = _values4x4 = _add_values = unset
+_values1x1 = _values2x1 = _values3x1 = _values4x1 = unset
 _ITEMSIZE = np.int64(0)
 
 

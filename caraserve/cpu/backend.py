@@ -95,10 +95,9 @@ class CpuBackend:
         self._cache = self._make_cache(block_bytes, sizes.kv_dtype)
         tokens = max(sizes.max_step_tokens, sizes.num_slots)
         outputs = tokens + sizes.num_slots  # every token scored, every row sampled
-        host, prepared = sizes.host_bytes, loaded.prepared_bytes
-        self._buffers = Buffers(
-            *(plan, tokens, outputs, sizes.threads, host, sizes.lora_cpus, prepared, sizes.kv_dtype)
-        )
+        threads, host_bytes, lora_cpus = sizes.threads, sizes.host_bytes, sizes.lora_cpus
+        parts = plan, tokens, outputs, threads, host_bytes, lora_cpus
+        self._buffers = Buffers(*parts, loaded.prepared_bytes, sizes.kv_dtype)
         self.host_memory = self._buffers.host_memory
         self._lora = self._buffers.lora_record(self._adapters.addresses())
         self.workers = WorkerPool(

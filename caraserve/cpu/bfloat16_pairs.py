@@ -15,6 +15,7 @@ from caraserve.cpu.simd import (
     LANES,
     VF,
     VI,
+    emit_nearest_bf16,
     emit_store,
     i64,
     ints,
@@ -68,8 +69,7 @@ def emit_pair_product(b: Any, x: Any, y: Any, z: Any) -> Any:
 def round_to_bf16(b: Any, value: Any) -> Any:
     """Rounds fp32 to nearest even, as bits of fp32. A NaN stays one."""
     bits = b.bitcast(value, VI)
-    odd = b.and_(b.lshr(bits, ints(16)), ints(1))
-    nearest = b.and_(b.add(b.add(bits, ints(0x7FFF)), odd), ints(-0x10000))
+    nearest = b.and_(emit_nearest_bf16(b, bits), ints(-0x10000))
     return b.select(b.fcmp_unordered("uno", value, value), b.or_(bits, ints(0x400000)), nearest)
 
 

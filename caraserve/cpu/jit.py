@@ -96,6 +96,11 @@ def compiled_separately(num_words: int) -> Callable[[Callable[..., None]], Any]:
     return lambda function: numba.cfunc(signature, cache=True, error_model="numpy")(function)
 
 
+def unset(*arguments: Any) -> Any:
+    """Stands for a global that `made_for` replaces."""
+    raise AssertionError("made_for has not replaced it")
+
+
 def made_for(name: str, **values: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a function of its own, with a name of its own, in which some globals have other values.
 

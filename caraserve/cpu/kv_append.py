@@ -5,11 +5,9 @@ no score needs a horizontal sum, then V as `[16, head_dim]`. Keys and values are
 once, here.
 """
 
-from typing import Any
-
 import numpy as np
 
-from caraserve.cpu.jit import kernel
+from caraserve.cpu.jit import kernel, unset
 from caraserve.cpu.layers import rotate, scale_row
 from caraserve.cpu.simd import LANES, load_f32
 from caraserve.cpu.structs import BLOCK_TOKENS, attention_at, batch_at, buffers_at, cache_at, norm_at, word
@@ -18,12 +16,8 @@ from caraserve.cpu.tiles import call_by_address
 _call4 = call_by_address(4)
 
 
-def _unset(*arguments: Any) -> Any:
-    raise AssertionError("replaced for each dtype of KV blocks")
-
-
 # Names that `made_for` replaces for each dtype of KV blocks; see kv_kernels.py.
-_store_value = _store_key = _store_keys = _append_values = _append_keys = _append_run = _unset
+_store_value = _store_key = _store_keys = _append_values = _append_keys = _append_run = unset
 _ITEMSIZE = np.int64(0)
 
 

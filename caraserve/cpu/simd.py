@@ -141,19 +141,21 @@ def emit_narrow(b: Any, value: Any, dtype: int) -> Any:
     if dtype == DTYPE_F16:
         bits = _narrow_half(b, value)
     else:
-        wide = b.bitcast(value, VI)
-        odd = b.and_(b.lshr(wide, ints(16)), ints(1))
-        bits = b.lshr(b.add(b.add(wide, ints(0x7FFF)), odd), ints(16))
+        bits = b.lshr(emit_nearest_bf16(b, b.bitcast(value, VI)), ints(16))
     return b.trunc(bits, VI16)
+
+
+def emit_nearest_bf16(b: Any, bits: Any) -> Any:
+    """Rounds bits of finite fp32 to those of bfloat16, the upper halves, to nearest even; the lower halves are void."""
+    odd = b.and_(b.lshr(bits, ints(16)), ints(1))
+    return b.add(b.add(bits, ints(0x7FFF)), odd)
 
 
 def emit_rounded(b: Any, value: Any, dtype: int) -> Any:
     """Rounds sixteen fp32 lanes to values of a 16-bit storage dtype, to nearest even. Values must be finite."""
     if dtype == DTYPE_F16:
         return emit_widen_half(b, emit_narrow(b, value, dtype))
-    wide = b.bitcast(value, VI)
-    odd = b.and_(b.lshr(wide, ints(16)), ints(1))
-    return b.bitcast(b.and_(b.add(b.add(wide, ints(0x7FFF)), odd), ints(-0x10000)), VF)
+    return b.bitcast(b.and_(emit_nearest_bf16(b, b.bitcast(value, VI)), ints(-0x10000)), VF)
 
 
 def emit_narrow_store(b: Any, value: Any, address: Any, dtype: int) -> None:
