@@ -15,7 +15,7 @@ from caraserve.errors import ConfigError, ModelLoadError
 from caraserve.gpu.driver.detect import detect
 from caraserve.gpu.driver.environment import prepare_environment
 from caraserve.model.checkpoint import open_tensors
-from caraserve.model.dtype import DTYPES, Dtype
+from caraserve.model.dtype import DTYPES, NAMES, Dtype
 from caraserve.model.formats import TensorReader
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.rope import frequencies_note
@@ -112,7 +112,7 @@ def check_options(plan: DecoderPlan, model: ModelConfig, engine: EngineConfig, l
             raise ConfigError(
                 f"--activations {model.activations} is for CPUs; GPUs compute with the weights as they are"
             )
-        name = next(name for name in DTYPES if DTYPES[name] is dtype)
+        name = NAMES[dtype]
         if engine.kv_cache_dtype not in ("auto", name):
             raise ConfigError(
                 f"--kv-cache-dtype {engine.kv_cache_dtype}: on a GPU keys and values have the dtype of the weights, "

@@ -54,7 +54,8 @@ def summed(members: Iterable[Weighted]) -> list[Weighted]:
 
 
 def combined_name(members: Iterable[Weighted]) -> str:
-    """Returns the canonical name of what `summed` returns. One adapter with the weight 1 has its own name."""
+    """Returns the name of a combination, canonical of what `summed` returns. An adapter with the weight 1 has its own
+    name there."""
     return "+".join(name if weight == 1.0 else f"{name}*{weight!r}".replace("e+", "e") for name, weight in members)
 
 

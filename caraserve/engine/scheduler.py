@@ -86,7 +86,7 @@ class _Pass:
         request = self.running[index]
         if request in self.preempted or not has_work(request, self.limits) or self.tokens_left == 0:
             return
-        drafts = self._drafts_of(request) if request in self.drafts else ()
+        drafts = self._drafts_of(request)
         count = _chunk(request, self.tokens_left) + len(drafts)
         blocks = self._take(index, blocks_missing(request, request.computed + count, self.limits.block_tokens))
         if blocks is None:
@@ -96,13 +96,15 @@ class _Pass:
         self.tokens_left -= count
 
     def _drafts_of(self, request: Request) -> tuple[int, ...]:
-        """Returns a decoding request's drafts as far as tokens are left in the iteration and in its answer, and blocks
-        beside one for each running request: no request waits or is preempted for a draft."""
+        """Returns a request's drafts as far as tokens are left in the iteration and in its answer, and blocks beside
+        one for each running request: no request waits or is preempted for a draft."""
+        if not (drafts := self.drafts.get(request, ())):
+            return ()
         blocks = self.pool.available - sum(self.left_out.values()) - len(self.running)
         room = (len(request.blocks) + max(0, blocks)) * self.limits.block_tokens
         answer = min(request.inputs.params.max_tokens - request.launched_outputs, room - total_tokens(request) + 1)
         most = min(self.tokens_left, answer, self.limits.max_context - total_tokens(request)) - 1
-        return self.drafts[request][: max(0, most)]
+        return drafts[: max(0, most)]
 
     def _take(self, index: int, count: int) -> list[int] | None:
         """Takes `count` blocks, and preempts other requests for them if necessary. None: the request was preempted

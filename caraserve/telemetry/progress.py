@@ -10,9 +10,8 @@ from rich.progress import Progress
 
 log = logging.getLogger(__name__)
 
-_FUNCTIONS = (
-    150  # for display: a first start compiles 137 in bfloat16 without adapters, 154 for a GGUF file of two types
-)
+# For display: a first start compiles 137 in bfloat16 without adapters, 154 for a GGUF file of two types.
+_FUNCTIONS = 150
 _LOG_S = 2.0  # between log lines
 
 

@@ -261,13 +261,7 @@ def _named(fields: Fields) -> Iterator[tuple[str, str]]:
         raise InvalidRequest(f"lora has {len(entries)} adapters, and {MAX_MEMBERS} are the most.", param="lora")
     if entries:
         named = [_weighted(entry, f"lora[{place}]") for place, entry in enumerate(entries)]
-        yield "lora", named[0][0] if len(named) == 1 and named[0][1] == 1 else "+".join(map(_written, named))
-
-
-def _written(member: Weighted) -> str:
-    """A part of a combination's name."""
-    name, weight = member
-    return f"{name}*{weight!r}".replace("e+", "e")
+        yield "lora", combined_name(named)
 
 
 def _weighted(entry: Any, where: str) -> Weighted:
