@@ -32,6 +32,31 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
     + _ENDS
 )
+_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+# Of several alphabets, but for instance without small letters of Armenian.
+_CASED_LETTERS = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
+    "\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
+    "\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
+    "\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d"
+    "\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4"
+    "\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139"
+    "\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d"
+    "\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a"
+    "\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2"
+    "\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_DEEPSEEK = (
+    r"[\r\n]",
+    rf"\s?[{_CASED_LETTERS}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _ASIAN,
+)
+_DEEPSEEK_CODER = r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN
+_SEED = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _ENDS
+_BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+_THOUSANDS = r"\d{1,3}(?=(?:\d{3})*\b)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +72,30 @@ class Splitting:
 
 
 _OF_LLAMA3 = Splitting((_LLAMA3,), takes_whole=True, adds_bos=True)
-_OF_GPT2 = Splitting()
-_WITH_DIGITS = Splitting(single_digits=True)
-_OF_GPT4O = Splitting((_GPT4O,))
 SPLITTINGS: Mapping[str, Splitting] = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _OF_LLAMA3),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"), _OF_LLAMA3),
+    **dict.fromkeys(("lfm2", "jina-v5-nano"), _OF_LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Splitting((_LLAMA3,))),
+    "minicpm5": Splitting((r"\p{N}{1,3}", _LLAMA3), takes_whole=True),
     "qwen2": Splitting((_QWEN2,), composes=True),
-    "deepseek-r1-qwen": Splitting((_QWEN2,)),
+    **dict.fromkeys(("deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), Splitting((_QWEN2,))),
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), Splitting((_QWEN2,))),
     "qwen35": Splitting((_QWEN35,), composes=True),
     "tekken": Splitting((_TEKKEN,), takes_whole=True, adds_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), _OF_GPT4O),
-    **dict.fromkeys(("gpt-2", "phi-2"), _OF_GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact"), _WITH_DIGITS),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), Splitting((_GPT4O,))),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), Splitting((_THOUSANDS, _GPT4O))),
+    **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "trillion", "granite-docling"), Splitting()),
+    **dict.fromkeys(("a.x-4.0", "mellum", "gigachat"), Splitting()),
+    **dict.fromkeys(("mpt", "olmo"), Splitting(composes=True)),  # as GPT-NeoX
+    **dict.fromkeys(("smollm", "starcoder", "refact", "exaone"), Splitting(single_digits=True)),
+    **dict.fromkeys(("minerva-7b", "codeshell", "mellum2"), Splitting(single_digits=True)),
     "command-r": Splitting(single_digits=True, composes=True),
-    "deepseek-v3": Splitting((r"\p{N}{1,3}", _HAN, _DEEPSEEK3)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), Splitting((r"\p{N}{1,3}", _HAN, _DEEPSEEK3))),
+    "deepseek-llm": Splitting(_DEEPSEEK, single_digits=True),
+    "deepseek-coder": Splitting(_DEEPSEEK_CODER, single_digits=True),
+    "seed-coder": Splitting((_SEED,)),
+    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), Splitting((_BLOOM,))),
+    "viking": Splitting((_BLOOM,), single_digits=True),
 }
 _INSTEAD = "put the tokenizer.json of the original model beside the file"
 

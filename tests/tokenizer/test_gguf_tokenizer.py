@@ -17,6 +17,7 @@ from caraserve.tokenizer.gguf_tokenizer import SPLITTINGS, disagreement, read_se
 CORPUS = [
     "The price's $12.50, don't you think? I'll say: they've got 12345 of them.\n\n  def f(x):\n\treturn x**2  # x\r\n",
     "Ünïcödé café naïve — «quotes» … 日本語テキスト 漢字かな交じり 한국어 텍스트 हिन्दी में العربية",
+    "ภาษาไทย ๑๒๓ ไม่มีเว้นวรรค 12345678 1,234,567.89 ١٢٣٤ ａｂｃ！？ Հայերեն ქართული ॥ ǄʼK    \t \n\n   x==y;//{z}",
     "CamelCaseWords HTTPServer iPhone x86_64 e\u0301 nai\u0308ve 👩‍👩‍👧 🎉🇩🇪 \u00a0 \u3000 tabs\t\tend   ",
 ]
 SPECIAL = ["<|end|>", "<|start|>", "<think>"]
@@ -108,6 +109,64 @@ def test_byte_level_tokenizers_agree_with_the_original(pre: str) -> None:
     for text in TEXTS:
         expected = original.encode(text, add_special_tokens=False).ids
         assert made.encode(text).ids == [renamed.get(one, one) for one in expected], repr(text)
+
+
+# By `pre`: expressions as llama.cpp has them, one after another.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_SUFFIX = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = _SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+_LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
+_ASIAN = "[一-龥\u0800-一가-\ud7ff]+"
+EXPRESSIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("exaone4", "trillion", "granite-docling", "a.x-4.0", "mellum", "mpt", "olmo"), (_GPT2,)),
+    **dict.fromkeys(("exaone", "minerva-7b", "codeshell", "mellum2", "refact"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), (_QWEN2,)),
+    "seed-coder": (_SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES,),
+    "minicpm5": (
+        r"\p{N}{1,3}",
+        _SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES,
+    ),
+    "tiny_aya": (
+        r"\d{1,3}(?=(?:\d{3})*\b)",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}*{_SMALL}+{_SUFFIX}?|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}+{_SMALL}*{_SUFFIX}?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES,
+    ),
+    **dict.fromkeys(
+        ("hunyuan-dense", "joyai-llm"),
+        (
+            r"\p{N}{1,3}",
+            "[一-龥\u3040-ゟ゠-ヿ]+",
+            r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
+        ),
+    ),
+    "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"),
+    **dict.fromkeys(("poro-chat", "bloom"), (_BLOOM,)),
+    "viking": (_BLOOM, r"\p{N}"),
+}
+
+
+@pytest.mark.parametrize("pre", EXPRESSIONS)
+def test_texts_are_split_by_the_expressions_of_a_name(pre: str) -> None:
+    made, _ = read_tokenizer(byte_level(pre), "m.gguf")
+    splits = [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in EXPRESSIONS[pre]]
+    wanted = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    for text in TEXTS:
+        assert made.pre_tokenizer.pre_tokenize_str(text) == wanted.pre_tokenize_str(text), repr(text)
+
+
+def test_letters_of_alphabets_are_words_for_deepseek() -> None:
+    """Its list has no small letters of Armenian, and its range of Asian ones has those of Greek with accents."""
+    made, _ = read_tokenizer(byte_level("deepseek-llm"), "m.gguf")
+    split = pre_tokenizers.Sequence([*made.pre_tokenizer][:-1])
+    for text, words in (
+        ("if x == 10:\n\treturn Ωμέγα", ["if", " x", " ==", " ", "1", "0", ":", "\n", "\treturn", " Ωμέγα"]),
+        ("中文, テスト。 한국어 ภาษา  ", ["中文", ",", " ", "テスト", "。", " ", "한국어", " ", "ภาษา", "  "]),
+        ("Հայ ἀ\u1f7d\u212a𐐀 ", ["Հ", "այ", " ", "ἀ\u1f7d\u212a", "𐐀", " "]),
+    ):
+        assert [piece for piece, _ in split.pre_tokenize_str(text)] == words
 
 
 def test_texts_begin_with_a_token_where_the_file_or_its_kind_says_so() -> None:
@@ -215,7 +274,7 @@ def test_templates_ends_and_sampling_are_read() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown rule": ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre is 'viking'; it is not known; llama3"),
+    "an unknown rule": ({"tokenizer.ggml.pre": "falcon"}, "tokenizer.ggml.pre is 'falcon'; it is not known; llama3"),
     "no rule": ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is None; it is not known"),
     "another kind": (
         {"tokenizer.ggml.model": "t5"},
