@@ -36,6 +36,9 @@ _CONVERTS_HALF = not _X86 or _x86_cpu_has("f16c")
 HAS_WIDE_REGISTERS = _X86 and _x86_cpu_has("avx512f")  # 32 registers of sixteen fp32 each
 HAS_PERMUTES = _X86 and _x86_cpu_has("avx2")  # of lanes and bytes in registers of eight fp32
 HAS_PAIR_PRODUCTS = HAS_WIDE_REGISTERS and _x86_cpu_has("avx512bf16")  # of two pairs of bfloat16, added to fp32
+# Sums of four products of bytes, added to int32: in sixteen lanes, or in eight at least.
+HAS_WIDE_BYTE_PRODUCTS = HAS_WIDE_REGISTERS and all(map(_x86_cpu_has, ("avx512bw", "avx512vnni")))
+HAS_BYTE_PRODUCTS = HAS_WIDE_BYTE_PRODUCTS or (HAS_PERMUTES and _x86_cpu_has("avxvnni"))
 DTYPE_F32, DTYPE_BF16, DTYPE_F16 = 0, 1, 2  # the codes of `Dtype`
 
 _I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()

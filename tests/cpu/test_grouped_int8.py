@@ -1,5 +1,9 @@
 """Products of grouped codes with rows of int8: sums of integers, which do not depend on the other rows."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -70,3 +74,35 @@ def test_a_row_that_is_not_finite_stays_so(value: float) -> None:
 def test_other_codes_are_multiplied_exactly(name: str) -> None:
     kind, _ = made(name, 4, 256)
     assert int8_kernels_of(kind) is kernels_of_codes(kind)
+
+
+_ASSEMBLY = """
+import numba
+from caraserve.cpu.linear.byte_products import WORDS, emit_dots
+from caraserve.cpu.simd import make_void_intrinsic, pointer
+
+def emit(b, arguments):
+    weights, x, y = arguments
+    b.store(emit_dots(b, [b.load(pointer(b, weights, WORDS))], [x], 15), pointer(b, y, WORDS))
+
+tile = make_void_intrinsic("dots", 3, emit)
+
+def dots(weights, x, y):
+    tile(weights, x, y)
+
+print(numba.cfunc(numba.void(*[numba.int64] * 3))(dots)._library.get_asm_str())
+"""
+
+
+@pytest.mark.parametrize(
+    ("cpu", "features", "register"),
+    [("znver4", "+avx512f,+avx512bw,+avx512vl,+avx512vnni", "zmm"), ("alderlake", "+avxvnni", "ymm")],
+)
+def test_a_cpu_with_the_instruction_for_bytes_multiplies_by_it(cpu: str, features: str, register: str) -> None:
+    target = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": f"+avx2,{features}"}
+    done = subprocess.run(
+        [sys.executable, "-c", _ASSEMBLY], env=os.environ | target, capture_output=True, text=True, check=True
+    )
+    products = [line for line in done.stdout.splitlines() if "vpdpbusd" in line]
+    assert len(products) >= 1
+    assert all(register in line for line in products)

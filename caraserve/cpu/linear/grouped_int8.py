@@ -9,7 +9,7 @@ The order is the same for any number of rows.
 """
 
 from collections.abc import Sequence
-from functools import cache, reduce
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from numba.core import cgutils
 from caraserve.core.lora_layout import PANEL
 from caraserve.cpu.jit import compiled_separately, made_for
 from caraserve.cpu.linear.base import WeightKernels
+from caraserve.cpu.linear.byte_products import LARGE_START, WIDTH, WORDS, emit_dots, emit_looked_up, filled
 from caraserve.cpu.linear.expanding import add_sums
 from caraserve.cpu.linear.grouped import globals_of, kernels_of_codes, name_of
 from caraserve.cpu.linear.grouped_decoding import Decoder, emit_joined
@@ -26,7 +27,6 @@ from caraserve.cpu.linear.int8_rows import BLOCK, BLOCK_BYTES, quantise, row_byt
 from caraserve.cpu.simd import (
     DTYPE_F32,
     F32,
-    HAS_PERMUTES,
     I32,
     LANES,
     VF,
@@ -50,8 +50,6 @@ from caraserve.model.formats import Matrix
 from caraserve.model.formats.grouped import SUPER_GROUP, GroupedCodes, Offset, Scale
 
 _VECTORS, _VECTOR_BYTES = PANEL // LANES, 4 * LANES
-_HALF = LANES // 2
-_BYTES, _SHORTS, _WORDS = (ir.VectorType(ir.IntType(32 // per), _HALF * per) for per in (4, 2, 1))
 _ROWS = np.int64(128)
 _sums = stack_bytes(4 * PANEL * int(_ROWS))
 
@@ -67,85 +65,33 @@ _PAIRED = np.int64(0)  # 1: inputs with an even index come first
 _SUPER = np.int64(SUPER_GROUP)
 
 
-# --- dot products of four bytes ---
-
-
-def _call(b: Any, name: str, result: Any, *arguments: Any) -> Any:
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), list(arguments))
-
-
-def _filled(kind: Any, value: int) -> Any:
-    return ir.Constant(kind, [value] * kind.count)
-
-
-def _products(b: Any, small: Any, x: Any) -> Any:
-    """Returns sums of two products each, int16: of bytes 0 to 15, and of bytes of x."""
-    return _call(b, "llvm.x86.avx2.pmadd.ub.sw", _SHORTS, b.bitcast(small, _BYTES), b.bitcast(x, _BYTES))
-
-
-def _signed_products(b: Any, values: Any, x: Any) -> Any:
-    """Returns the same of bytes -128 to 127; two products of at most 128 · 127 do not overflow."""
-    values = b.bitcast(values, _BYTES)
-    zero = _filled(_BYTES, 0)
-    sizes = b.select(b.icmp_signed("<", values, zero), b.sub(zero, values), values)
-    signed = _call(b, "llvm.x86.avx2.psign.b", _BYTES, b.bitcast(x, _BYTES), values)
-    return _products(b, sizes, signed)
-
-
-def _added_up(b: Any, shorts: Any) -> Any:
-    return _call(b, "llvm.x86.avx2.pmadd.wd", _WORDS, shorts, _filled(_SHORTS, 1))
-
-
-def _slow_dot(b: Any, values: Any, x: Any) -> Any:
-    total = _filled(_WORDS, 0)
-    for shift in (24, 16, 8, 0):
-        pair = (b.ashr(b.shl(word, _filled(_WORDS, shift)), _filled(_WORDS, 24)) for word in (values, x))
-        total = b.add(total, b.mul(*pair))
-    return total
-
-
 class _Dots:
-    """Emits sums of products of `unit` inputs for eight outputs. `added`: a value less what is multiplied for it."""
+    """Emits sums of products of `unit` inputs for WIDTH outputs. `added`: a value less what is multiplied for it."""
 
     def __init__(self, kind: GroupedCodes, decoder: Decoder) -> None:
         self.unit, self._layout, self._table = unit_of(kind), decoder.layout, list[int]()
         values = np.array(kind.values, np.float32)
-        self.exponent, self.added = 0, int(decoder.lowest)
+        self.exponent, self.added, self._largest = 0, int(decoder.lowest), (1 << kind.bits) - 1
         if kind.bits == 8:
-            self.added += 128
+            self.added -= LARGE_START
         elif not decoder.has_integers:
             self.exponent = next(power for power in (0, 1) if _are_bytes(np.ldexp(values, power)))
-            self._table, self.added = np.ldexp(values, self.exponent).astype(np.int64).tolist(), 0
-        self._at_once = 32767 // (2 * 127 * ((1 << kind.bits) - 1)) or 1  # sums of two products that fit in int16
+            self.added, self._largest = -128 - LARGE_START, 255
+            self._table = (np.ldexp(values, self.exponent).astype(np.int64) - self.added).tolist()
 
     def emit(self, b: Any, codes: Any, x: Sequence[Any]) -> Any:
-        """Returns eight int32. `codes`: address of the first chunk; x: addresses of the words of a row."""
-        total, shorts, words = None, list[Any](), self._values(b, codes)
-        for index, (values, word) in enumerate(zip(words, x, strict=True), 1):
-            row = _splat_word(b, word)
-            if not HAS_PERMUTES:
-                more = _slow_dot(b, values, row)
-            elif self._layout.bits == 8 or self._table:
-                more = _added_up(b, _signed_products(b, values, row))
-            else:
-                shorts.append(_products(b, values, row))
-                if index % self._at_once and index < len(words):
-                    continue
-                more = _added_up(b, reduce(b.add, shorts))
-                shorts.clear()
-            total = more if total is None else b.add(total, more)
-        return total
+        """Returns int32. `codes`: address of the first chunk; x: addresses of the words of a row."""
+        return emit_dots(b, self._values(b, codes), x, self._largest)
 
     def _values(self, b: Any, codes: Any) -> list[Any]:
         """Returns words of four bytes, in the order of a row's words."""
         layout, loaded = self._layout, list[Any]()
         for index in range(self.unit // layout.inputs * layout.words):
-            word = b.load(pointer(b, offset(b, codes, i64(4 * PANEL * index)), _WORDS))
+            word = b.load(pointer(b, offset(b, codes, i64(4 * PANEL * index)), WORDS))
             word.align = 4
             loaded.append(word)
         if layout.bits == 8:
-            return [b.xor(word, _filled(_WORDS, -0x7F7F7F80)) for word in loaded]
+            return [b.xor(word, filled(WORDS, -0x7F7F7F80)) for word in loaded] if LARGE_START else loaded
         if layout.high:
             chunks = (loaded[first : first + layout.words] for first in range(0, len(loaded), layout.words))
             return [
@@ -156,19 +102,9 @@ class _Dots:
             ]
         nibbles = []
         for word in loaded:
-            for shifted in (word, b.lshr(word, _filled(_WORDS, 4))):
-                nibbles.append(b.and_(shifted, _filled(_WORDS, 0x0F0F0F0F)))
-        return [self._looked_up(b, word) for word in nibbles] if self._table else nibbles
-
-    def _looked_up(self, b: Any, word: Any) -> Any:
-        if HAS_PERMUTES:
-            table = ir.Constant(_BYTES, self._table * 2)
-            return b.bitcast(_call(b, "llvm.x86.avx2.pshuf.b", _BYTES, table, b.bitcast(word, _BYTES)), _WORDS)
-        bytes_of = b.bitcast(word, _BYTES)
-        found = _filled(_BYTES, 0)
-        for code, value in enumerate(self._table):
-            found = b.select(b.icmp_signed("==", bytes_of, _filled(_BYTES, code)), _filled(_BYTES, value), found)
-        return b.bitcast(found, _WORDS)
+            for shifted in (word, b.lshr(word, filled(WORDS, 4))):
+                nibbles.append(b.and_(shifted, filled(WORDS, 0x0F0F0F0F)))
+        return [emit_looked_up(b, word, self._table) for word in nibbles] if self._table else nibbles
 
 
 def unit_of(kind: GroupedCodes) -> int:
@@ -179,13 +115,6 @@ def unit_of(kind: GroupedCodes) -> int:
 
 def _are_bytes(values: Any) -> bool:
     return bool((values == np.rint(values)).all() and values.min() >= -128 and values.max() < 128)
-
-
-def _splat_word(b: Any, address: Any) -> Any:
-    word = b.load(pointer(b, address, I32))
-    word.align = 4
-    first = b.insert_element(ir.Constant(_WORDS, ir.Undefined), word, I32(0))
-    return b.shuffle_vector(first, ir.Constant(_WORDS, ir.Undefined), _filled(_WORDS, 0))
 
 
 def dots_tile(kind: GroupedCodes, decoder: Decoder) -> Any:
@@ -213,10 +142,9 @@ def dots_tile(kind: GroupedCodes, decoder: Decoder) -> Any:
             chunk = offset(b, codes, b.mul(loop.index, i64(unit // decoder.layout.inputs * decoder.layout.chunk)))
             with cgutils.for_range(b, i64(_VECTORS)) as vectors:
                 lane = b.mul(vectors.index, i64(_VECTOR_BYTES))
-                halves = [
-                    dots.emit(b, offset(b, offset(b, chunk, lane), i64(4 * start)), words) for start in (0, _HALF)
-                ]
-                dot = b.shuffle_vector(*halves, ir.Constant(VI, list(range(LANES))))
+                starts = [offset(b, offset(b, chunk, lane), i64(4 * start)) for start in range(0, LANES, WIDTH)]
+                parts = [dots.emit(b, start, words) for start in starts]
+                dot = parts[0] if WIDTH == LANES else b.shuffle_vector(*parts, ir.Constant(VI, list(range(LANES))))
                 if dots.added:
                     dot = b.add(dot, _splat_number(b, more))
                 held = offset(b, constants, b.mul(lane, i64(decoder.constants)))
