@@ -355,7 +355,7 @@ class _Loader:
             kernel=body.kernel,
             channel_panels=panels,
             convolution=self._memory.vectors(taps, PANEL * panels),
-            negative_rate=self._memory.vectors(-np.exp(log_decay)),
+            negative_rate=self._memory.vectors(log_decay if body.stores_rates else -np.exp(log_decay)),
             step_bias=self._memory.vectors(step_bias),
             norm=self._norm(body.norm, body.value_width, body.value_heads),
             inputs_offset=inputs_offset,

@@ -252,7 +252,7 @@ class _Loader:
             convolution=self._loader.filled(body.convolution, (body.channels, 1, body.kernel), torch.float32).squeeze(
                 1
             ),
-            negative_rate=-of_heads(body.log_decay).exp(),
+            negative_rate=of_heads(body.log_decay) if body.stores_rates else -of_heads(body.log_decay).exp(),
             step_bias=of_heads(body.step_bias),
             norm=norm,
         )

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Dtype
 from caraserve.model.folder_reader import FolderReader
-from caraserve.model.formats.gguf_blocks import gguf_format
 from caraserve.model.formats.plain import PLAIN
 from caraserve.model.gguf.files import GgufModel, open_model
+from caraserve.model.gguf.orders import tensor_format
 from caraserve.model.gguf.reader import GgufReader
 from caraserve.model.opened_file import TensorFileError
 from caraserve.model.safetensors_reader import weight_file, weight_files
@@ -96,7 +96,7 @@ class _GgufTensors:
 
     @contextmanager
     def open(self, name: str) -> Iterator[tuple[Rows, Dtype]]:
-        known, shape = gguf_format(self._model.kind(name)), self._model.shape(name)
+        known, shape = tensor_format(self._model, name), self._model.shape(name)
         try:
             with GgufReader(self._path) as reader:
                 if known is PLAIN:

@@ -158,7 +158,7 @@ class DeltaNet:
     linears: tuple[LinearPlan, ...]  # with the roles q, k, v, z, a, b
     out: LinearPlan
     convolution: str  # tensor [channels, 1, kernel]
-    log_decay: str  # tensor [value heads], A_log
+    log_decay: str  # tensor [value heads], A
     step_bias: str  # tensor [value heads], dt_bias
     norm: Norm
     key_heads: int  # each serves as many consecutive value heads as the others
@@ -166,6 +166,7 @@ class DeltaNet:
     key_width: int
     value_width: int
     kernel: int  # tokens that the convolution sees
+    stores_rates: bool = False  # the tensor `log_decay` has -e^A in place of A
 
     @property
     def channels(self) -> int:  # of the convolution: q, k and v

@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "CohereForCausalLM": "command-r",
     "Cohere2ForCausalLM": "cohere2",
     "Glm4ForCausalLM": "glm4",
+    "GlmForCausalLM": "chatglm",
     "Glm4MoeForCausalLM": "glm4moe",
     "GptOssForCausalLM": "gpt-oss",
     "Starcoder2ForCausalLM": "starcoder2",
@@ -45,10 +46,13 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "SeedOssForCausalLM": "seed_oss",
+    "Ministral3ForCausalLM": "mistral3",
+    "Qwen3_5ForCausalLM": "qwen35",
 }
-_ROTATED_IN_TURNS = ("llama", "granite", "granitemoe", "smollm3")
+_ROTATED_IN_TURNS = ("llama", "mistral3", "granite", "granitemoe", "smollm3")
 _NORMS_AFTER = ("gemma2", "gemma3", "olmo2", "exaone4", "glm4")  # of attention
-_OWN_MLP_NORM = ("gpt-oss", "seed_oss", "glm4moe")  # is called post_attention_norm
+_NORMS_FROM_1 = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35")
+_OWN_MLP_NORM = ("gpt-oss", "seed_oss", "glm4moe", "qwen35")  # is called post_attention_norm
 _NAMES = (
     (r"(?:model|transformer)\.(?:embed_tokens|wte)\.weight", "token_embd.weight"),
     (r"transformer\.wpe\.weight", "position_embd.weight"),
@@ -59,6 +63,14 @@ _NAMES = (
     (r"self_attn\.qkv_proj\.|attn\.c_attn\.", "attn_qkv."),
     (r"self_attn\.(?:o_proj|dense)\.|^attn\.c_proj\.", "attn_output."),
     (r"self_attn\.sinks$", "attn_sinks.weight"),
+    (r"linear_attn\.in_proj_qkv\.", "attn_qkv."),
+    (r"linear_attn\.in_proj_z\.", "attn_gate."),
+    (r"linear_attn\.in_proj_a\.", "ssm_alpha."),
+    (r"linear_attn\.in_proj_b\.", "ssm_beta."),
+    (r"linear_attn\.out_proj\.", "ssm_out."),
+    (r"linear_attn\.(conv1d|norm)\.", r"ssm_\1."),
+    (r"linear_attn\.A_log$", "ssm_a"),
+    (r"linear_attn\.dt_bias$", "ssm_dt.bias"),
     (r"self_attn\.(?:(q|k)_norm|(q)uery_layernorm|(k)ey_layernorm)\.", r"attn_\1\2\3_norm."),
     (r"post_self_attn_layernorm\.", "post_attention_norm."),
     (r"(?:post_feedforward|post_mlp)_layernorm\.", "post_ffw_norm."),
@@ -95,6 +107,8 @@ def _stored(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
 
 def tensors_of(name: str, state: Mapping[str, Any], config: Any) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """Yields the tensors of a state of transformers, under the names and in the order of rows of an architecture."""
+    if name == "chatglm":
+        state = _with_joined_attention(state)
     if config.tie_word_embeddings:
         state = {key: value for key, value in state.items() if not key.startswith("lm_head.weight")}
     for key, value in state.items():
@@ -103,8 +117,10 @@ def tensors_of(name: str, state: Mapping[str, Any], config: Any) -> Iterator[tup
         values = np.ascontiguousarray(value.float().numpy())
         if name == "gpt2" and layer is not None and values.ndim == 2:
             values = np.ascontiguousarray(values.T)
-        if re.search(r"norm\.weight|layernorm\.weight", inner) and name in ("gemma", "gemma2", "gemma3", "nemotron"):
+        if re.search(r"^(?!linear_attn).*norm\.weight", inner) and name in _NORMS_FROM_1:
             values = values + np.float32(1)
+        if inner.startswith("linear_attn."):
+            values = _with_tiled_heads(inner, values, config)
         experts = re.fullmatch(
             r"(?:mlp|block_sparse_moe)\.(?:experts\.)?(gate_up_proj|down_proj|input_linear|output_linear)(_bias|\.weight)?",
             inner,
@@ -124,6 +140,32 @@ def tensors_of(name: str, state: Mapping[str, Any], config: Any) -> Iterator[tup
                 halves = values.reshape(count, 2, len(values) // count // 2, *values.shape[1:])
                 values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
             yield stored, values
+
+
+def _with_joined_attention(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a state with q, k and v in one module."""
+    made = {key: value for key, value in state.items() if not re.search(r"[qkv]_proj\.", key)}
+    for key in state:
+        if "q_proj." in key:
+            of_all = [state[key.replace("q_proj", f"{one}_proj")] for one in "qkv"]
+            made[key.replace("q_proj", "qkv_proj")] = torch.cat(of_all)
+    return made
+
+
+def _with_tiled_heads(inner: str, values: NDArray[np.float32], config: Any) -> NDArray[np.float32]:
+    """Returns a tensor of a delta net with the first value head of each key head before the second of each."""
+    keys, heads, width = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
+    if inner.endswith("A_log"):
+        values = -np.exp(values)
+    if inner.endswith("norm.weight"):
+        return values
+    values = values.squeeze(1) if "conv1d" in inner else values
+    axis = 1 if "out_proj" in inner else 0
+    first = values.shape[axis] - heads * (1 if re.search(r"in_proj_[ab]|A_log|dt_bias", inner) else width)
+    before, own = np.split(values, [first], axis)
+    moved = np.moveaxis(own, axis, 0)
+    tiled = moved.reshape(keys, heads // keys, -1, *moved.shape[1:]).swapaxes(0, 1).reshape(moved.shape)
+    return np.ascontiguousarray(np.concatenate([before, np.moveaxis(tiled, 0, axis)], axis))
 
 
 def _name(name: str, inner: str) -> str:
@@ -178,6 +220,13 @@ def metadata_of(name: str, config: Any) -> dict[str, Any]:
     for key, fields in _FIELDS.items():
         found[key] = next((value for one in fields if (value := getattr(config, one, None)) is not None), None)
     found |= _rotation(name, config, head_dim) | _window(name, config) | _SPECIAL.get(name, {})
+    if name == "mistral3":
+        found["attention.temperature_scale"] = config.rope_parameters["llama_4_scaling_beta"]
+        found["rope.scaling.yarn_log_multiplier"] = config.rope_parameters["mscale_all_dim"]
+    if name == "qwen35":
+        found["rope.dimension_sections"] = config.rope_parameters["mrope_section"]
+        found["attention.recurrent_layers"] = [kind == "linear_attention" for kind in config.layer_types]
+        found["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
     if name == "gpt-oss":
         found["expert_feed_forward_length"] = config.intermediate_size
     own = {f"{name}.{key}": value for key, value in found.items() if value is not None}
@@ -223,7 +272,10 @@ def _window(name: str, config: Any) -> dict[str, Any]:
     return {"attention.sliding_window": 0 if name == "phi3" and window is None else window}
 
 
-_SPECIAL = {"glm4moe": {"expert_gating_func": 2}, "stablelm": {"use_parallel_residual": False}}
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "glm4moe": {"expert_gating_func": 2},
+    "stablelm": {"use_parallel_residual": False},
+}
 _FIELDS = {
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
@@ -242,4 +294,8 @@ _FIELDS = {
     "leading_dense_block_count": ("first_k_dense_replace",),
     "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
     "logit_scale": ("logit_scale", "logits_scaling"),
+    "ssm.group_count": ("linear_num_key_heads",),
+    "ssm.time_step_rank": ("linear_num_value_heads",),
+    "ssm.state_size": ("linear_key_head_dim",),
+    "ssm.conv_kernel": ("linear_conv_kernel_dim",),
 }

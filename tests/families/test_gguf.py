@@ -1,5 +1,6 @@
 """Models in GGUF files give the logits that transformers gives with the same weights."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.checkpoint import open_tensors, stored_tensors
 from caraserve.model.families import load_plan
+from caraserve.model.formats.gguf_blocks import GGUF_BLOCKS
 from caraserve.model.gguf_reader import GgufFile
 from tests.families import gguf_models
 from tests.families.cases import CASES, Case, arguments_of
 from tests.families.model import TOKENS, logits_of, randomise
 from tests.model.gguf_files import Blocks, random_blocks, write_gguf
+from tests.model.tensors import Tensors
 from tests.plans.executor import Executor
 
 # What the converter does not write, or GGUF's architecture does not have.
@@ -39,7 +42,7 @@ _NAMES = (
     *("phi 2", "phi 3", "phi 4 mini, short", "phi 4 mini, long", "glm 4", "glm 4.5", "granite", "granite, experts"),
     *("olmo 2", "olmo 3", "exaone 4", "exaone 4, no windows", "hunyuan", "seed-oss", "smollm 3"),
     *("cohere", "cohere, norms of heads", "cohere 2", "nemotron", "starcoder 2", "stablelm", "stablelm, parallel"),
-    *("gpt 2", "gpt-oss"),
+    *("gpt 2", "gpt-oss", "ministral 3", "qwen 3.5", "glm"),
 )
 
 
@@ -76,6 +79,28 @@ def quantise(path: Path) -> None:
             made[name] = random_blocks(rng, kind, *values.shape, 1 / inverse) if values.ndim == 2 else values
         metadata = file.metadata
     write_gguf(path, metadata, made)
+
+
+def test_columns_of_blocks_are_those_of_heads(tmp_path: Path) -> None:
+    """The converter reorders heads within blocks of a delta net's last matrix before it quantises them."""
+    fields = {"hidden_size": 256, "linear_num_value_heads": 6, "linear_value_head_dim": 128}
+    case = CASES["qwen 3.5"]
+    model = model_of(replace(case, fields=case.fields | fields))
+    path, rng = gguf_models.write(model, tmp_path / "model.gguf"), np.random.default_rng(1)
+    made, state = dict[str, NDArray[Any] | Blocks](), model.state_dict()
+    with GgufFile(path) as file:
+        metadata, numbers = file.metadata, {name: file.raw(name) for name in file.names}
+    for name, values in numbers.items():
+        made[name] = values
+        if match := re.fullmatch(r"blk\.(\d)\.ssm_out\.weight", name):
+            made[name] = blocks = random_blocks(rng, "Q6_K", *values.shape, 1 / 16000)
+            form = GGUF_BLOCKS["Q6_K"]
+            of_tiles = form.values(form.read(Tensors({"a.weight": blocks.rows}), "a", blocks.shape))
+            of_heads = of_tiles.reshape(256, 3, 2, 128).swapaxes(1, 2).reshape(256, -1)
+            state[f"model.layers.{match[1]}.linear_attn.out_proj.weight"].copy_(torch.from_numpy(of_heads))
+    write_gguf(path, metadata, made)
+    exact = logits_of(model)
+    assert np.abs(logits_in(path) - exact).max() < 1e-4 * exact.std()
 
 
 def with_values_of(model: Any, path: Path) -> Any:

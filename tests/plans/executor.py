@@ -158,7 +158,8 @@ class Executor:
         q, k = (np.repeat(one, shared, axis=1) for one in (q / math.sqrt(body.key_width), k))
         v, z = (one.reshape(count, body.value_heads, body.value_width) for one in (v, roles["z"]))
         log_decay, step_bias = (self._tensor(name, (body.value_heads,)) for name in (body.log_decay, body.step_bias))
-        decay = np.exp(-np.exp(log_decay) * np.log1p(np.exp(roles["a"] + step_bias)))
+        rates = log_decay if body.stores_rates else -np.exp(log_decay)
+        decay = np.exp(rates * np.log1p(np.exp(roles["a"] + step_bias)))
         state, out = np.zeros((body.value_heads, body.key_width, body.value_width)), np.zeros(v.shape)
         for token in range(count):
             state = state * decay[token][:, None, None]

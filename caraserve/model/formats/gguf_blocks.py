@@ -40,6 +40,7 @@ class GgufBlocks(GroupedFormat):
     block: int  # weights of a block
     block_bytes: int
     unpack: Callable[[Bytes], Arrays]
+    order: tuple[int, ...] | None = None  # the input of each column
 
     def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
         """Reads the arrays of `GroupedCodes`."""
@@ -59,7 +60,8 @@ class GgufBlocks(GroupedFormat):
         arrays = self._unpacked(blocks)
         for name, array in arrays.items():
             self._check(tensor, name, array)
-        return Matrix({name: array.reshape(*outputs, -1) for name, array in arrays.items()}, group=self.group)
+        shaped = {name: array.reshape(*outputs, -1) for name, array in arrays.items()}
+        return Matrix(shaped, group=self.group, order=self.order)
 
     def _unpacked(self, blocks: Bytes) -> dict[str, Array]:
         step = _PIECE_BYTES // self.block_bytes

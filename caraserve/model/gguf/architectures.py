@@ -33,6 +33,12 @@ _GRANITE = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+_DELTA_NET = {
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+}
 _GEMMA = {"attention.scale": "attention_scale", **_WINDOW, **_CAPS}
 
 
@@ -51,10 +57,20 @@ class Architecture:
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM"),
+    # All layers are alike; without yarn these are Mistral Small 3.1 and 3.2.
+    "mistral3": Architecture(
+        "Mistral3ForConditionalGeneration", constants={"model_type": "ministral3", "sliding_window": None}
+    ),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen2vl": Architecture("Qwen2_5_VLForConditionalGeneration", ignored=_SECTIONS),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3vl": Architecture("Qwen3VLForConditionalGeneration", ignored=_SECTIONS),
+    "qwen35": Architecture(
+        "Qwen3_5ForConditionalGeneration",
+        fields=_DELTA_NET,
+        ignored=_SECTIONS,
+        needs=(*_DELTA_NET, "ssm.inner_size", "rope.dimension_count"),
+    ),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
         fields={
@@ -104,6 +120,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         {"logit_scale": "logit_scale", **_WINDOW},
         needs=("logit_scale", "attention.sliding_window"),
     ),
+    "chatglm": Architecture("GlmForCausalLM", needs=("rope.dimension_count",)),
     "glm4": Architecture("Glm4ForCausalLM", needs=("rope.dimension_count",)),
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM",

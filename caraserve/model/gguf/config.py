@@ -157,8 +157,9 @@ def _scaling(model: GgufModel, keys: _Keys, config: Mapping[str, Any], vector: V
     kind = keys.get("rope.scaling.type") or "linear"  # as llama.cpp takes a factor without a type
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     attention = keys.number("rope.scaling.attn_factor", 1.0)
-    if keys.number("rope.scaling.yarn_log_multiplier", 0.0) != 0:
-        raise keys.refusal("rope.scaling.yarn_log_multiplier", "is not supported; 0 is")
+    multiplier = keys.number("rope.scaling.yarn_log_multiplier", 0.0)
+    if multiplier not in ((0.0, 1.0) if model.architecture == "mistral3" else (0.0,)):
+        raise keys.refusal("rope.scaling.yarn_log_multiplier", "is not supported; 0 is, and of mistral3 1")
     if keys.number("rope.scaling.yarn_ext_factor", 1.0) not in (1.0, -1.0):
         raise keys.refusal("rope.scaling.yarn_ext_factor", "is not supported; 1 is")
     yarn = {
@@ -187,7 +188,8 @@ def _scaling(model: GgufModel, keys: _Keys, config: Mapping[str, Any], vector: V
             return {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
         case "yarn":
             keys.integer("rope.scaling.original_context_length")
-            return {"rope_type": "yarn", "factor": factor, **yarn}
+            scales = {"mscale": multiplier, "mscale_all_dim": multiplier} if multiplier else {}
+            return {"rope_type": "yarn", "factor": factor, **yarn, **scales}
     raise keys.refusal(
         "rope.scaling.type", "is not supported; none, linear and yarn are, and longrope with its factors"
     )
@@ -247,6 +249,30 @@ def _gpt2(model: GgufModel, keys: _Keys, config: dict[str, Any]) -> None:
     config["n_inner"] = config.get("intermediate_size")
 
 
+def _mistral3(model: GgufModel, keys: _Keys, config: dict[str, Any]) -> None:
+    length, original = keys.integer("attention.temperature_length", 0), config.get("original_max_position_embeddings")
+    config["rope_parameters"] = {}
+    if beta := keys.number("attention.temperature_scale", 0.0):
+        if original is None or length not in (0, original):
+            raise keys.refusal("attention.temperature_scale", "needs the original length of the context")
+        config["rope_parameters"] = {"llama_4_scaling_beta": beta}
+
+
+def _qwen35(model: GgufModel, keys: _Keys, config: dict[str, Any]) -> None:
+    inner, heads = keys.integer("ssm.inner_size"), keys.integer("ssm.time_step_rank")
+    if heads < 1 or inner % heads:
+        raise keys.refusal("ssm.inner_size", f"must be a multiple of {heads} heads")
+    config["linear_value_head_dim"] = inner // heads
+    interval, layers = keys.integer("full_attention_interval", 4), config["num_hidden_layers"]
+    flags = keys.whole("attention.recurrent_layers")
+    if flags is None:
+        config["full_attention_interval"] = interval
+    elif isinstance(flags, list) and len(flags) >= layers and all(isinstance(one, bool | int) for one in flags):
+        config["layer_types"] = ["linear_attention" if one else "full_attention" for one in flags[:layers]]
+    else:
+        raise keys.refusal("attention.recurrent_layers", f"must have a flag for each of {layers} layers")
+
+
 def _granite(model: GgufModel, keys: _Keys, config: dict[str, Any]) -> None:
     if keys.get("rope.scaling.finetuned") is False:
         raise keys.refusal("rope.scaling.finetuned", "would mean that nothing is rotated, which is not read")
@@ -263,6 +289,8 @@ _COMPLETED: Mapping[str, Callable[[GgufModel, _Keys, dict[str, Any]], None]] = {
     "glm4moe": _head_norms,
     "gpt-oss": _gpt_oss,
     "gpt2": _gpt2,
+    "mistral3": _mistral3,
+    "qwen35": _qwen35,
     "granite": _granite,
     "granitemoe": _granite,
 }

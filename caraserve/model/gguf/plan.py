@@ -6,14 +6,15 @@ from dataclasses import replace
 
 from caraserve.errors import ModelLoadError
 from caraserve.model.formats import WeightFormat
-from caraserve.model.formats.gguf_blocks import gguf_format
 from caraserve.model.gguf.config import EMBEDDING, HEAD
 from caraserve.model.gguf.files import GgufModel
-from caraserve.model.linear_plan import LinearPlan
+from caraserve.model.gguf.orders import tensor_format
+from caraserve.model.linear_plan import LinearPlan, Part, accumulated
 from caraserve.model.plan import Attention, Block, Body, DecoderPlan, DeltaNet, ExpertTensor, LayerPlan, Mlp, Moe, Norm
 
 # Names of modules by the roles of their parts.
-_ATTENTION = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "qkv": "attn_qkv", "out": "attn_output"}
+_ATTENTION = {"q": "attn_q", "qgate": "attn_q", "k": "attn_k", "v": "attn_v", "qkv": "attn_qkv", "out": "attn_output"}
+_DELTA_NET = {"qkv": "attn_qkv", "z": "attn_gate", "a": "ssm_alpha", "b": "ssm_beta", "out": "ssm_out"}
 _MLP = {"gate": "ffn_gate", "up": "ffn_up", "gateup": "ffn_up", "down": "ffn_down"}
 _MOE = {
     "router": "ffn_gate_inp",
@@ -79,7 +80,7 @@ class _Names:
     def format_of(self, stored: str) -> WeightFormat:
         """Returns the format of a tensor. Raises ModelLoadError for a type that is not read."""
         try:
-            return gguf_format(self._model.kind(stored))
+            return tensor_format(self._model, stored)
         except ModelLoadError as error:
             raise ModelLoadError(f"{self._model.name}: tensor {stored}: {error.message}") from None
 
@@ -118,13 +119,27 @@ def _block(names: _Names, prefix: str, block: Block) -> Block:
 def _body(names: _Names, prefix: str, body: Body) -> Body:
     match body:
         case Attention():
+            linears = body.linears
+            if len(linears) > 1 and f"{prefix}.attn_qkv.weight" in names:
+                linears = (_joined(linears),)
             return replace(
                 body,
-                linears=tuple(_linear(names, prefix, _ATTENTION, one) for one in body.linears),
+                linears=tuple(_linear(names, prefix, _ATTENTION, one) for one in linears),
                 out=_linear(names, prefix, _ATTENTION, body.out),
                 q_norm=body.q_norm and _norm(names, body.q_norm, f"{prefix}.attn_q_norm"),
                 k_norm=body.k_norm and _norm(names, body.k_norm, f"{prefix}.attn_k_norm"),
                 sinks=body.sinks and names.found(body.sinks, f"{prefix}.attn_sinks.weight"),
+            )
+        case DeltaNet():
+            return replace(
+                body,
+                linears=tuple(_linear(names, prefix, _DELTA_NET, one) for one in body.linears),
+                out=_linear(names, prefix, _DELTA_NET, body.out),
+                convolution=names.found(body.convolution, f"{prefix}.ssm_conv1d.weight"),
+                log_decay=names.found(body.log_decay, f"{prefix}.ssm_a"),
+                stores_rates=True,
+                step_bias=names.found(body.step_bias, f"{prefix}.ssm_dt.bias"),
+                norm=_norm(names, body.norm, f"{prefix}.ssm_norm"),
             )
         case Mlp():
             return replace(
@@ -142,7 +157,6 @@ def _body(names: _Names, prefix: str, body: Body) -> Body:
                 down=_experts(names, f"{prefix}.ffn_down_exps", body.down),
                 correction=body.correction and names.found(body.correction, f"{prefix}.exp_probs_b.bias"),
             )
-    raise ModelLoadError("delta nets are not read from GGUF files")
 
 
 def _linear(names: _Names, prefix: str, by_roles: dict[str, str], linear: LinearPlan) -> LinearPlan:
@@ -150,6 +164,17 @@ def _linear(names: _Names, prefix: str, by_roles: dict[str, str], linear: Linear
     stored = names.stored(f"{linear.module}.weight", f"{module}.weight")
     has_bias = names.if_there(f"{linear.module}.bias", f"{module}.bias") is not None
     return replace(linear, format=names.format_of(stored), bias=has_bias, transposed=False)
+
+
+def _joined(linears: tuple[LinearPlan, ...]) -> LinearPlan:
+    """Returns the module that has the outputs of several ones, one after another."""
+    first, starts = linears[0], list(accumulated(one.outputs for one in linears))
+    parts = tuple(
+        Part(part.role, tuple(start + row for row in part.rows))
+        for start, one in zip(starts, linears, strict=False)
+        for part in one.parts
+    )
+    return LinearPlan(f"{first.module.rpartition('.')[0]}.qkv_proj", first.inputs, starts[-1], parts)
 
 
 def _norm(names: _Names, norm: Norm, module: str) -> Norm:

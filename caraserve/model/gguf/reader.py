@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +15,12 @@ from caraserve.model.dtype import Code, Dtype, to_float32
 from caraserve.model.folder_reader import FilesOfTensors, StoredTensor, load_errors
 from caraserve.model.gguf.config import config_of
 from caraserve.model.gguf.files import GgufModel, open_model, stamp_of
-from caraserve.model.gguf_reader import INTERLEAVED, GgufTensor
-from caraserve.model.linear_plan import interleaved_rows
+from caraserve.model.gguf.orders import piece_order
+from caraserve.model.gguf_reader import GgufTensor
 from caraserve.model.opened_file import OpenedFile, TensorFileError
 
 Raw = NDArray[np.generic]  # float32, or the bits of a 16-bit type as uint16
 _MOST_NUMBERS = 1 << 16  # of a list
-_ROTATED = re.compile(r"blk\.(\d{1,5})\.attn_(q|k)\.(?:weight|bias)")
 
 
 class _Part(OpenedFile):
@@ -38,7 +36,7 @@ class _Part(OpenedFile):
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor's bytes in an open file. `order`: the stored row of each row; None: rows are as stored."""
+    """A tensor's bytes in an open file. `order`: of its pieces, as `piece_order` returns it."""
 
     name: str
     part: _Part
@@ -51,12 +49,12 @@ class _Stored:
         if self.order is None:
             self.part.read(target, self.tensor.start + start, what)
             return
-        row_bytes = self.tensor.num_bytes // len(self.order)
+        piece_bytes = self.tensor.num_bytes // len(self.order)
         done = 0
         while done < len(target):
-            row, skipped = divmod(start + done, row_bytes)
-            count = min(row_bytes - skipped, len(target) - done)
-            offset = self.tensor.start + self.order[row] * row_bytes + skipped
+            piece, skipped = divmod(start + done, piece_bytes)
+            count = min(piece_bytes - skipped, len(target) - done)
+            offset = self.tensor.start + self.order[piece] * piece_bytes + skipped
             self.part.read(target[done : done + count], offset, what)
             done += count
 
@@ -147,7 +145,7 @@ class GgufReader(FilesOfTensors[_Part]):
                 part.close()
                 raise TensorFileError(f"{part.name} was changed while it was being read; try again")
             self._opened[path] = part
-        return _Stored(name, self._opened[path], place.tensor, row_order(model, name))
+        return _Stored(name, self._opened[path], place.tensor, piece_order(model, name))
 
 
 def opened_model(path: Path) -> GgufModel:
@@ -160,24 +158,6 @@ def gguf_config(path: Path) -> dict[str, Any]:
     """Returns the configuration of a model, as config.json would have it. Raises ModelLoadError."""
     with GgufReader(path) as reader:
         return config_of(opened_model(path), reader.vector)
-
-
-def row_order(model: GgufModel, name: str) -> tuple[int, ...] | None:
-    """Returns which stored row each row of a tensor is, None if rows are as in Hugging Face's checkpoints. Raises
-    TensorFileError."""
-    match = _ROTATED.fullmatch(name)
-    if match is None or model.architecture not in INTERLEAVED:
-        return None
-    key = f"{model.architecture}.attention.head_count"
-    heads = model.metadata.get(key)
-    if match[2] == "k":
-        heads = model.metadata.get(f"{key}_kv", heads)
-    if isinstance(heads, list):
-        heads = heads[int(match[1])] if int(match[1]) < len(heads) else None
-    rows = model.shape(name)[0]
-    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or rows % (2 * heads):
-        raise TensorFileError(f"{model.name}: tensor {name} has {rows} rows, which {heads!r:.20} heads cannot share")
-    return interleaved_rows(heads, rows // heads, rows // heads)
 
 
 def plain_dtype(model: GgufModel, name: str) -> Dtype:
