@@ -66,20 +66,18 @@ class Speculation:
         lengths = self._lengths(able, rows)
         return {
             one.request: guessed
-            for one, length in zip(able, lengths, strict=False)
+            for one, length in zip(able, lengths, strict=True)
             if length and (guessed := _lookup(one).guess(length))
         }
 
     def _lengths(self, able: Sequence[ActiveRequest], rows: int) -> list[int]:
-        """Returns how many drafts each of `able` should have in an iteration that decodes `rows` tokens without; fewer
-        numbers if the rest should have none."""
-        times = self._plain_ms.get(rows)
-        if not able or not times:
-            return []
+        """Returns how many drafts each of `able` should have in an iteration that decodes `rows` tokens without."""
+        if not able or not (times := self._plain_ms.get(rows)):
+            return [0] * len(able)
         plain_ms = median(times)
         draft_ms = max(_LEAST_COST * plain_ms, _FIRST_COST * plain_ms if self._draft_ms is None else self._draft_ms)
         if draft_ms * rows >= plain_ms:  # not even a right guess pays
-            return []
+            return [0] * len(able)
         chances = [_lookup(active).chance for active in able]
         most = min(self._most, self._limits.max_step_tokens - rows)
         if sum(chance > 0.0 for chance in chances) < rows:
