@@ -55,7 +55,7 @@ def _work(
     import transformers
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     torch.set_num_threads(threads)
     # Two copies of the model: one with peft's wrappers, and one without for batches on the base model.
     base, adapted = (
@@ -90,7 +90,7 @@ def _answer(base: Any, adapted: Any, requests: Sequence[Request], output_tokens:
     else:
         options = {"adapter_names": [name or "__base__" for name in names]}
     prompts = torch.tensor([prompt for prompt, _ in requests])
-    config: Any = GenerationConfig(do_sample=False, max_new_tokens=output_tokens, pad_token_id=0)  # type: ignore[no-untyped-call]
+    config: Any = GenerationConfig(do_sample=False, max_new_tokens=output_tokens, pad_token_id=0)
     times_ms: list[float] = []
     started_s = time.perf_counter()
 
