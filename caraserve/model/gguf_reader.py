@@ -68,6 +68,8 @@ _TYPES: dict[int, tuple[str, int, int]] = {
     34: ("TQ1_0", 256, 54),
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
 }
 
 
@@ -179,7 +181,7 @@ class _Header:
             raise self._invalid("it is big-endian" if is_swapped else f"it has version {version}; 2 and 3 are read")
         tensors, pairs = self._number("Q"), self._number("Q")
         if pairs > _MOST_PAIRS or tensors > self._file_bytes // 32:
-            raise self._invalid(f"it claims {pairs} values and {tensors} tensors")
+            raise self._invalid(f"it claims {pairs} values and {tensors} tensors in its {self._file_bytes} bytes")
         metadata: dict[str, Any] = {}
         for _ in range(pairs):
             key = self._text(_MOST_KEY_BYTES)

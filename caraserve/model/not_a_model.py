@@ -8,6 +8,7 @@ from caraserve.model.gguf.files import is_gguf
 # ORG/NAME, or ORG/NAME:Q4_K_M as llama.cpp takes it.
 _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/(?P<name>[\w.-]+))(?::(?P<quantisation>[\w.-]+))?")
 _LFS_POINTER = b"version https://git-lfs"
+_BEFORE_GGUF = (b"lmgg", b"fmgg", b"tjgg")  # of llama.cpp until August 2023
 _FOLDER = "a folder that holds config.json, tokenizer.json and safetensors weights, or a GGUF file"
 
 
@@ -41,7 +42,8 @@ def _lacks(folder: Path) -> str:
 
 
 def _gguf_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.gguf"))
+    """Returns the GGUF files of a folder; those with a part for images, as they are named, last."""
+    return sorted(folder.glob("*.gguf"), key=lambda path: ("mmproj" in path.name, path))
 
 
 def _begins_as(path: Path) -> str:
@@ -50,6 +52,8 @@ def _begins_as(path: Path) -> str:
         start = file.read(64)
     if start.startswith(_LFS_POINTER):
         return "it is a pointer of Git LFS; `git lfs pull` fetches the file"
+    if start[:4] in _BEFORE_GGUF:
+        return "it is of the formats before GGUF, which are not read"
     return "it is empty" if not start else f"its first bytes are {start[:16]!r}; is it a page of a failed download?"
 
 

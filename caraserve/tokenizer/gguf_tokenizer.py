@@ -160,14 +160,11 @@ class _Reader:
         self._ids = {token: index for index, token in enumerate(self.tokens)}
 
     def tokenizer(self) -> Tokenizer:
+        if self._model not in ("gpt2", "llama"):
+            raise self._refusal("model", f"is not read; gpt2 and llama are: {_INSTEAD}")
         if len(self._ids) != len(self.tokens) or "" in self._ids:
             raise ModelLoadError(f"{self._name}: {_PREFIX}tokens has a token twice, or one without text; {_INSTEAD}")
-        if self._model == "gpt2":
-            made = self._byte_level()
-        elif self._model == "llama":
-            made = self._sentencepiece()
-        else:
-            raise self._refusal("model", f"is not read; gpt2 and llama are: {_INSTEAD}")
+        made = self._byte_level() if self._model == "gpt2" else self._sentencepiece()
         self._add_tokens(made)
         self._add_ends(made, **self._flags())
         return made
@@ -188,7 +185,7 @@ class _Reader:
     def _byte_level(self) -> Tokenizer:
         pre = self._metadata.get(f"{_PREFIX}pre")
         if not isinstance(pre, str) or pre not in SPLITTINGS:
-            raise self._refusal("pre", f"is not known; {', '.join(SPLITTINGS)} are: {_INSTEAD}")
+            raise self._refusal("pre", f"names no rule that is known here: {_INSTEAD}")
         how = SPLITTINGS[pre]
         made = Tokenizer(self._bpe(self._merges(), ignore_merges=how.takes_whole))
         if how.composes:

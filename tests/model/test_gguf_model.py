@@ -126,6 +126,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Tensors], object], str]] = {
         len,
         "m.gguf is no model: it has the part of a model that reads",
     ),
+    "an older one": (
+        {"general.architecture": "clip"},
+        len,
+        "m.gguf is no model: it has the part of a model that reads",
+    ),
     "no architecture": (
         {"general.architecture": None},
         len,
@@ -184,6 +189,17 @@ def test_a_type_of_tensors_that_is_not_read_is_named(tmp_path: Path) -> None:
     ]
     (tmp_path / "m.gguf").write_bytes(header(METADATA, listed) + bytes(len(listed) << 15))
     assert "m.gguf: tensor blk.0.attn_q.weight: tensors of type Q2_K are not read; F32" in refusal(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("name", ["blk.1.ffn_norm.weight", "blk.0.attn_k.bias", "rope_freqs.weight"])
+def test_blocks_are_not_read_for_tensors_of_one_axis(name: str, tmp_path: Path) -> None:
+    """Converters leave them as numbers."""
+    tensors = tensors_of()
+    listed = [(one, values.shape, 0, index << 15) for index, (one, values) in enumerate(tensors.items()) if one != name]
+    listed.append((name, (HIDDEN,), 8, len(tensors) << 15))
+    path = tmp_path / "m.gguf"
+    path.write_bytes(header(METADATA, listed) + bytes(len(tensors) + 1 << 15))
+    assert refusal(path) == f"m.gguf: tensor {name} has type Q8_0; F32, F16 or BF16 is needed"
 
 
 def test_a_wrong_shape_is_refused_when_it_is_read(tmp_path: Path) -> None:

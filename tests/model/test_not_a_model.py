@@ -29,6 +29,7 @@ def test_a_gguf_file_is_known_by_its_content(tmp_path: Path) -> None:
     [
         (b"", "it is empty"),
         (b"<!DOCTYPE html><html>", "its first bytes are b'<!DOCTYPE html><'; is it a page of a failed download?"),
+        (b"tjgg\3\0\0\0", "it is of the formats before GGUF, which are not read"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "it is a pointer of Git LFS; `git lfs pull`"),
     ],
 )
@@ -53,7 +54,8 @@ def test_another_file_is_a_file(name: str, words: str, tmp_path: Path) -> None:
 
 def test_a_folder_without_a_model_says_what_it_has_instead(tmp_path: Path) -> None:
     assert "has no config.json; give a folder" in refusal(tmp_path)
-    (tmp_path / "model.gguf").touch()
+    for name in ("model.gguf", "b-mmproj.gguf", "n.gguf"):
+        (tmp_path / name).touch()
     assert f"has no config.json; give one of its GGUF files, as '{tmp_path / 'model.gguf'}'" in refusal(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # as repositories of GGUF files have it
     assert f"has no safetensors weights; give one of its GGUF files, as '{tmp_path}/model.gguf'" in refusal(tmp_path)

@@ -274,8 +274,11 @@ def test_templates_ends_and_sampling_are_read() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown rule": ({"tokenizer.ggml.pre": "falcon"}, "tokenizer.ggml.pre is 'falcon'; it is not known; llama3"),
-    "no rule": ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is None; it is not known"),
+    "an unknown rule": (
+        {"tokenizer.ggml.pre": "falcon"},
+        "tokenizer.ggml.pre is 'falcon'; it names no rule that is known here: put the tokenizer.json",
+    ),
+    "no rule": ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is None; it names no rule"),
     "another kind": (
         {"tokenizer.ggml.model": "t5"},
         "tokenizer.ggml.model is 't5'; it is not read; gpt2 and llama are",

@@ -24,7 +24,8 @@ Vector = Callable[[str], Sequence[float]]  # reads a tensor of one axis
 def config_of(model: GgufModel, vector: Vector) -> dict[str, Any]:
     """Returns the configuration of a model. `vector`: reads its small tensors. Raises ModelLoadError."""
     name = model.architecture
-    if (kind := str(model.metadata.get("general.type", "model"))) in _OTHER_FILES:
+    kind = "mmproj" if name == "clip" else str(model.metadata.get("general.type", "model"))
+    if kind in _OTHER_FILES:
         raise ModelLoadError(f"{model.name} is no model: {_OTHER_FILES[kind]}")
     if name not in ARCHITECTURES:
         raise ModelLoadError(

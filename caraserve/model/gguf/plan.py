@@ -9,6 +9,7 @@ from caraserve.model.formats import WeightFormat
 from caraserve.model.gguf.config import EMBEDDING, HEAD
 from caraserve.model.gguf.files import GgufModel
 from caraserve.model.gguf.orders import tensor_format
+from caraserve.model.gguf.reader import plain_dtype
 from caraserve.model.linear_plan import LinearPlan, Part, accumulated
 from caraserve.model.plan import Attention, Block, Body, DecoderPlan, DeltaNet, ExpertTensor, LayerPlan, Mlp, Moe, Norm
 
@@ -69,8 +70,8 @@ class _Names:
         return stored
 
     def found(self, name: str, stored: str) -> str:
-        """Notes the name of a tensor that must be there; returns the plan's. Raises ModelLoadError."""
-        self.stored(name, stored)
+        """Notes the name of a tensor of numbers that must be there; returns the plan's. Raises ModelLoadError."""
+        plain_dtype(self._model, self.stored(name, stored))
         return name
 
     def if_there(self, name: str, stored: str) -> str | None:
