@@ -10,24 +10,20 @@ from numpy.typing import NDArray
 
 from caraserve.model.checkpoint import open_tensors
 from caraserve.model.families import load_plan
-from caraserve.model.formats import Array
 from caraserve.model.formats.grouped import GroupedFormat
 from caraserve.model.linear_plan import LinearPlan
 from tests.cpu.test_grouped_int8 import rounded_to_int8
+from tests.oracle import packed_weights
 from tests.oracle.models import make_model, prompt_of
-from tests.oracle.test_packed_formats import gptq, write
+from tests.oracle.test_packed_formats import Case, write
 from tests.plans.executor import Executor
 from tests.serving import Answer, engine_config, lora_config, model_config, running, submit
 
-_SECTION = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
-
-
-def in_groups_of_32(module: str, outputs: int, inputs: int, rng: np.random.Generator) -> dict[str, Array]:
-    groups = inputs // 32
-    made = {name.rsplit(".", 1)[1]: array for name, array in gptq(module, outputs, inputs, rng).items()}
-    made |= {"qzeros": made["qzeros"][:groups], "scales": made["scales"][:groups]}
-    made["g_idx"] = np.arange(inputs, dtype=np.int32) // 32
-    return {f"{module}.{name}": array for name, array in made.items()}
+_CASE = Case(
+    {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
+    {"": packed_weights.gptq(4, 32)},
+    "float32",
+)
 
 
 class _Rounding(Executor):
@@ -52,7 +48,7 @@ def scores(answer: Answer) -> list[float]:
 
 async def test_a_model_with_rounded_inputs(tmp_path: Path) -> None:
     source, rng = make_model(tmp_path / "source", "llama3"), random.Random(3)
-    folder = write(source, tmp_path / "packed", _SECTION, in_groups_of_32)
+    folder = write(source, tmp_path / "packed", _CASE)
     prompts = [prompt_of(rng, tokens) for tokens in (40, 9, 23)]
     model, found = replace(model_config(folder), activations="int8"), list[list[Answer]]()
     asked = {"max_tokens": 6, "logprobs": 0, "prompt_logprobs": 0}

@@ -1,106 +1,182 @@
-"""Checkpoints with packed weights answer like transformers + peft over the numbers that they stand for."""
+"""Quantised checkpoints answer token for token like transformers + peft over the numbers that they stand for."""
 
 import asyncio
 import json
 import random
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 from caraserve.model.families import load_plan
-from caraserve.model.folder_reader import FolderReader
-from caraserve.model.formats import Array
-from caraserve.model.formats.bitsandbytes import TABLES
+from tests.oracle import packed_weights as weights
 from tests.oracle.models import make_adapters, make_model, prompt_of
 from tests.oracle.oracle import Oracle
+from tests.oracle.packed_weights import Make
 from tests.oracle.subject import KINDS as ADAPTERS
 from tests.serving import engine_config, lora_config, model_config, running, submit
 
-GROUP = 16
-Write = Callable[[str, int, int, np.random.Generator], dict[str, Array]]
+_PLAIN = "1.mlp.up_proj"  # stays numbers, of which config.json does not say that
 
 
-def words(rng: np.random.Generator, *shape: int) -> Array:
-    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
+@dataclass(frozen=True)
+class Case:
+    """A form of checkpoint. `makes`: the weights of the modules that a regular expression finds, the first that does.
+    `dtype`: what config.json says that weights were."""
+
+    section: Mapping[str, Any]
+    makes: Mapping[str, Make]
+    dtype: str = "float16"
 
 
-def gptq(module: str, outputs: int, inputs: int, rng: np.random.Generator) -> dict[str, Array]:
-    groups = inputs // GROUP
-    return {
-        f"{module}.qweight": words(rng, inputs // 8, outputs),
-        f"{module}.qzeros": words(rng, groups, outputs // 8),
-        f"{module}.scales": (rng.random((groups, outputs)) * 0.4 / inputs**0.5).astype(np.float16),
-        f"{module}.g_idx": rng.permutation(np.arange(inputs, dtype=np.int32) // GROUP),
+def gptq(version: int) -> Case:
+    """In one layer the codes have 4 bits, in the other 8."""
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "sym": False}
+    dynamic = {
+        "+:.*\\.1\\.mlp": {"bits": 8, "group_size": 32},
+        "+:.*\\.1\\..*": {"bits": 8, "group_size": -1, "desc_act": False},
+        ".*o_proj": {"sym": True},
     }
-
-
-def awq(module: str, outputs: int, inputs: int, rng: np.random.Generator) -> dict[str, Array]:
-    made = gptq(module, outputs, inputs, rng)
-    del made[f"{module}.g_idx"]
-    return made | {f"{module}.qweight": words(rng, inputs, outputs // 8)}
-
-
-def nf4(module: str, outputs: int, inputs: int, rng: np.random.Generator) -> dict[str, Array]:
-    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [outputs, inputs]}
-    return {
-        f"{module}.weight": rng.integers(0, 256, (outputs * inputs // 2, 1), np.uint8),
-        f"{module}.weight.absmax": rng.random(-(-outputs * inputs // 64), np.float32) * np.float32(4 / inputs**0.5),
-        f"{module}.weight.quant_map": np.array(TABLES["nf4"], np.float32),
-        f"{module}.weight.quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(state).encode(), np.uint8),
+    makes = {
+        "1.mlp": weights.gptq(8, 32, version=version, shuffled=True),
+        "layers.1": weights.gptq(8, 0, version=version),
+        "o_proj": weights.gptq(4, 16, version=version, symmetric=True, shuffled=True),
+        "": weights.gptq(4, 16, version=version, shuffled=True),
     }
+    form = {"checkpoint_format": "gptq_v2"} if version == 2 else {}
+    return Case({**section, "dynamic": dynamic, **form}, makes)
 
 
-CASES: dict[str, tuple[dict[str, Any], Write]] = {
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}, gptq),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
-    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, nf4),
+_IN_GROUPS = {"strategy": "group", "group_size": 32}
+_ASYMMETRIC = {"symmetric": False}
+_FP4 = {"type": "float", "num_bits": 4}
+_COMPRESSED: tuple[tuple[str, str, dict[str, Any], Make], ...] = (  # modules, format, arguments of weights
+    ("0.self_attn.q_proj", "pack-quantized", {"num_bits": 4} | _IN_GROUPS, weights.packed(4, 32, symmetric=True)),
+    (
+        "0.self_attn.k_proj",
+        "pack-quantized",
+        {"num_bits": 4, "actorder": "group"} | _IN_GROUPS | _ASYMMETRIC,
+        weights.packed(4, 32, symmetric=False, shuffled=True),
+    ),
+    ("0.self_attn.v_proj", "pack-quantized", {"num_bits": 8} | _IN_GROUPS, weights.packed(8, 32, symmetric=True)),
+    (
+        "0.self_attn.o_proj",
+        "pack-quantized",
+        {"num_bits": 8} | _IN_GROUPS | _ASYMMETRIC,
+        weights.packed(8, 32, symmetric=False),
+    ),
+    ("0.mlp.gate_proj", "pack-quantized", {"num_bits": 4} | _ASYMMETRIC, weights.packed(4, 0, symmetric=False)),
+    ("0.mlp.up_proj", "nvfp4-pack-quantized", _FP4 | {"strategy": "tensor_group", "group_size": 16}, weights.nvfp4),
+    ("0.mlp.down_proj", "mxfp4-pack-quantized", _FP4 | _IN_GROUPS, weights.mxfp4),
+    (
+        "1.self_attn.(q|k)_proj",
+        "float-quantized",
+        {"type": "float", "strategy": "block", "block_structure": [128, 128]},
+        weights.eight_bits(128, 128, ".weight_scale"),
+    ),
+    ("1.self_attn.v_proj", "float-quantized", {"type": "float"}, weights.eight_bits(1, 0, ".weight_scale")),
+    (
+        "1.self_attn.o_proj",
+        "float-quantized",
+        {"type": "float", "strategy": "tensor"},
+        weights.eight_bits(0, 0, ".weight_scale"),
+    ),
+    ("1.mlp.*", "int-quantized", {}, weights.eight_bits(1, 0, ".weight_scale", is_float=False)),
+)
+
+
+def compressed() -> Case:
+    """Each module of a layer has another format."""
+    common = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None}
+    groups = {
+        f"group_{index}": {"targets": [f"re:.*layers\\.{module}$"], "format": form, "weights": common | changed}
+        for index, (module, form, changed, _) in enumerate(_COMPRESSED)
+    }
+    section = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    return Case({**section, "ignore": ["lm_head"]}, {module: make for module, _, _, make in _COMPRESSED})
+
+
+_BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+CASES = {
+    "gptq": gptq(1),
+    "gptq, version 2": gptq(2),
+    "awq": Case({"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}, {"": weights.awq(16)}),
+    "compressed-tensors": compressed(),
+    "fp8, blocks": Case(
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        {"": weights.eight_bits(128, 128, ".weight_scale_inv")},
+    ),
+    "fp8": Case(
+        {"quant_method": "fp8", "activation_scheme": "static", "modules_to_not_convert": ["lm_head"]},
+        {
+            "layers.0": weights.eight_bits(1, 0, ".weight_scale"),
+            "mlp": weights.eight_bits(0, 0, ".weight_scale"),
+            "": weights.eight_bits(0, 0, ".weight_scale_inv", is_scalar=True),
+        },
+    ),
+    "bitsandbytes int8": Case({"quant_method": "bitsandbytes", "load_in_8bit": True}, {"": weights.int8}),
+    "bitsandbytes fp4": Case(
+        _BITSANDBYTES | {"bnb_4bit_quant_type": "fp4"},
+        {"": weights.four_bits("fp4", torch.bfloat16, nested=False)},
+        "bfloat16",
+    ),
+    "bitsandbytes nf4, double quantisation": Case(
+        _BITSANDBYTES | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+        {"": weights.four_bits("nf4", torch.bfloat16, nested=True)},
+        "bfloat16",
+    ),
 }
 
 
-def write(source: Path, folder: Path, section: dict[str, Any], make: Write) -> Path:
-    """Writes a model with random packed weights in all its linears but one, which stays as numbers."""
-    shutil.copytree(source, folder)
-    rng, arrays = np.random.default_rng(0), dict[str, Array]()
-    for name, tensor in load_file(source / "model.safetensors").items():
+def write(source: Path, folder: Path, case: Case, plain: Path | None = None) -> Path:
+    """Writes a model with random packed weights in all its linears but one, and to `plain` the numbers that they stand
+    for."""
+    rng, stored, numbers = np.random.default_rng(0), dict[str, Any](), load_file(source / "model.safetensors")
+    for name, tensor in list(numbers.items()):
         module = name.removesuffix(".weight")
-        if "layers." in name and tensor.dim() == 2 and not module.endswith("1.mlp.up_proj"):
-            arrays |= make(module, *tensor.shape, rng)
-        else:
-            arrays[name] = tensor.numpy()
-    save_arrays(arrays, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}), encoding="utf-8")
+        make = next((make for pattern, make in case.makes.items() if re.search(pattern, module)), None)
+        if "layers." not in name or tensor.dim() != 2 or module.endswith(_PLAIN) or make is None:
+            stored[name] = tensor
+            continue
+        tensors, values = make(*tensor.shape, rng)
+        stored |= {f"{module}{end}": torch.as_tensor(one).contiguous() for end, one in tensors.items()}
+        numbers[name] = torch.from_numpy(values.astype(np.float32))
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    quantised = config | {"quantization_config": case.section, "dtype": case.dtype}
+    for target, tensors, written in ((folder, stored, quantised), (plain, numbers, config)):
+        if target is not None:
+            shutil.copytree(source, target)
+            save_file(tensors, target / "model.safetensors", {"format": "pt"})
+            (target / "config.json").write_text(json.dumps(written), encoding="utf-8")
     return folder
 
 
-def as_numbers(source: Path, packed: Path, folder: Path) -> Path:
-    """Writes the numbers that packed weights stand for, for transformers."""
-    shutil.copytree(source, folder)
-    tensors = load_file(source / "model.safetensors")
-    with FolderReader(packed) as reader:
-        for linear in (linear for layer in load_plan(packed).layers for linear in layer.linears):
-            matrix = linear.format.read(reader, linear.module, (linear.outputs, linear.inputs))
-            tensors[f"{linear.module}.weight"] = torch.from_numpy(linear.format.values(matrix).copy())
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("source"), "llama3")
+
+
+@pytest.fixture(scope="module")
+def adapters(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_adapters(tmp_path_factory.mktemp("adapters"), source, {"r8": ADAPTERS["r8"]})
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_packed_checkpoints_answer_like_their_numbers(case: str, tmp_path: Path) -> None:
-    source = make_model(tmp_path / "source", "llama3")
-    packed = write(source, tmp_path / "packed", *CASES[case])
-    assert len(load_plan(packed).layer_formats) == 2  # one module has numbers, of which config.json does not say that
-    plain = as_numbers(source, packed, tmp_path / "plain")
-    adapters = make_adapters(tmp_path, plain, {name: ADAPTERS[name] for name in ("r8", "r13")})
+async def test_packed_checkpoints_answer_like_their_numbers(
+    case: str, source: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    write(source, packed, CASES[case], plain)
+    assert len(load_plan(packed).layer_formats) > 1
     oracle, rng = Oracle(plain, adapters), random.Random(1)
     asked = [(prompt_of(rng, tokens), name) for tokens in (3, 40) for name in (None, *adapters)]
-    async with running(model_config(packed), lora_config(adapters), engine_config()) as engine:
-        answers = await asyncio.gather(*(submit(engine, *each, max_tokens=10) for each in asked))
+    async with running(model_config(packed, "float32"), lora_config(adapters), engine_config()) as engine:
+        answers = await asyncio.gather(*(submit(engine, *each, max_tokens=8) for each in asked))
     oracle.check_answers(asked, answers)
