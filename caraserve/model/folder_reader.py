@@ -13,9 +13,12 @@ from numpy.typing import NDArray
 
 from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, Dtype, to_float32
+from caraserve.model.formats import SCALES
 from caraserve.model.opened_file import OpenedFile, TensorFileError
 from caraserve.model.safetensors_reader import TensorFile, weight_file, weight_files
 
+_INPUT_SCALES = (".input_scale", ".activation_scale")
+_LARGEST_SCALE = 2.0**119  # times 480, which no code of one byte exceeds, is finite in float32
 Raw = NDArray[np.generic]  # float32, or the bits of a 16-bit type as uint16
 
 
@@ -118,27 +121,35 @@ class FolderReader(FilesOfTensors[TensorFile]):
 
     def scales(self, module: str, outputs: int) -> NDArray[np.float32]:
         """Reads the scales of a quantised module's weights, [outputs]; the checkpoint may have one for all."""
-        found = self._scales(f"{module}.weight_scale", outputs)
+        found = self._scales(module, SCALES, outputs)
         return np.broadcast_to(found, outputs)
 
     def input_scale(self, module: str) -> float:
         """Reads the scale by which a quantised module's inputs are divided."""
-        name = f"{module}.input_scale"
-        found = float(self._scales(name, 1)[0])
+        found = float(self._scales(module, _INPUT_SCALES, 1)[0])
         if found == 0:
-            raise ModelLoadError(f"{self._folder}: {name} is 0")
+            raise ModelLoadError(f"{self._folder}: the scale of the inputs of {module} is 0")
         return found
 
-    def _scales(self, name: str, most: int) -> NDArray[np.float32]:
-        """Reads one scale or `most` of them, as a vector."""
+    def _scales(self, module: str, suffixes: Sequence[str], most: int) -> NDArray[np.float32]:
+        """Reads one scale or `most` of them, as a vector. `suffixes`: of names, of which a module has one."""
+        names = [f"{module}{suffix}" for suffix in suffixes]
+        found_names = [name for name in names if self.shape(name) is not None] or names[:1]
+        if len(found_names) > 1:
+            raise ModelLoadError(f"{self._folder}: {' and '.join(found_names)} are both there; one of them is read")
+        (name,) = found_names
         with load_errors():
             file, name = self._file(name)
             shape = file.shape(name)
             if math.prod(shape) not in (1, most):
                 raise ModelLoadError(f"{self._folder}: tensor {name} has shape {list(shape)}, not 1 or {most} scales")
             found = to_float32(file.raw(name), file.dtype(name)).reshape(-1)
-        if not (np.isfinite(found) & (found >= 0)).all():
-            raise ModelLoadError(f"{self._folder}: tensor {name} has a scale that is negative or not finite")
+        wrong = found[~((found >= 0) & (found <= _LARGEST_SCALE))]
+        if len(wrong):
+            raise ModelLoadError(
+                f"{self._folder}: tensor {name} has a scale of {wrong[0]:.4g}; those from 0 to {_LARGEST_SCALE:.4g}, "
+                "with which no weight overflows float32, are computed"
+            )
         return found
 
     def _file(self, name: str, shape: tuple[int, ...] | None = None) -> tuple[TensorFile, str]:

@@ -32,8 +32,8 @@ def with_stored(plan: DecoderPlan, stored: Container[str]) -> DecoderPlan:
     def kept(kind: WeightFormat, tensor: str) -> WeightFormat:
         if not tensor.endswith(".weight"):  # of all experts, whose numbers may be stored as [inputs, outputs]
             return kind
-        main = kind.main_tensor(tensor.removesuffix(".weight"))
-        is_plain = main != tensor and not is_stored(main) and is_stored(tensor)
+        main = kind.main_tensors(tensor.removesuffix(".weight"))
+        is_plain = tensor not in main and not any(map(is_stored, main)) and is_stored(tensor)
         return PLAIN if is_plain else kind
 
     return _changed(plan, kept)

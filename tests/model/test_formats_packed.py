@@ -106,23 +106,42 @@ def test_tensors_that_are_missing_or_of_another_shape_are_refused(case: str) -> 
         *(("nf4 bfloat16 64", "up.weight.absmax"), ("nf4 nested bfloat16 64", "up.weight.nested_absmax")),
     ],
 )
-def test_scales_that_are_not_finite_are_refused(case: str, name: str) -> None:
-    for value in (np.nan, np.inf):
+def test_scales_with_which_weights_are_not_finite_are_refused(case: str, name: str) -> None:
+    huge = 1e-37 if name.endswith("global_scale") else 3.4e38  # scales are divided by it
+    for value, bits in ((np.nan, 0x7FC0), (np.inf, 0x7F80), (-np.inf, 0xFF80), (huge, 0x7F7F), (-huge, 0xFF7F)):
         tensors = tensors_of(case)
         flat = tensors[name].reshape(-1)
-        flat[0] = 0x7F80 if flat.dtype == np.uint16 else value
-        with pytest.raises(ModelLoadError, match="finite"):
+        if flat.dtype == np.float16 and np.isfinite(value):
+            continue  # times any code it is finite in float32
+        flat[0] = bits if flat.dtype == np.uint16 else value
+        with pytest.raises(ModelLoadError, match=r"up\..*finite"):
             values_of(FORMATS[case], tensors, GOLDEN[case]["values"].shape)
+
+
+def test_the_refusal_says_which_scales_are_computed() -> None:
+    tensors = tensors_of("int8")
+    tensors["up.SCB"][3] = 3.4e38  # times 128, for the code -128
+    says = r"^tensor up\.SCB / 127 has a scale of 2\.677e\+36; finite ones up to 2\.658e\+36, with which no weight "
+    with pytest.raises(ModelLoadError, match=says):
+        values_of(EIGHT_BITS, tensors, (8, 64))
 
 
 # --- GPTQ ---
 
 
-def test_zero_points_of_version_two_are_stored_as_they_are() -> None:
-    first, second = (values_of(gptq(4, zero_step=step), tensors_of("gptq4"), (8, 64)) for step in (1, 0))
-    tensors = tensors_of("gptq4")
-    scales = tensors["up.scales"][tensors["up.g_idx"]].astype(np.float32).T
-    np.testing.assert_array_equal(second - first, scales)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_of_version_two_are_stored_as_they_are(bits: int) -> None:
+    """gptqmodel writes them by adding 1 to each of version 1, for the same weights."""
+    tensors = tensors_of(f"gptq{bits}")
+    stored = tensors["up.qzeros"].view(np.uint8)
+    if bits == 4:
+        stored &= 0x77  # so that no zero point is 16, which version 2 does not hold
+    first = values_of(gptq(bits), tensors, (8, 64))
+    stored += 0x11 if bits == 4 else 1
+    second = values_of(gptq(bits, zero_step=0), tensors, (8, 64))
+    np.testing.assert_array_equal(second, first)
+    if bits == 8:
+        np.testing.assert_array_equal(second, GOLDEN["gptq8"]["values"])
 
 
 def test_without_a_tensor_for_them_groups_are_in_order() -> None:
@@ -180,7 +199,7 @@ def test_scales_that_their_type_does_not_hold_are_refused() -> None:
 def test_awq_scales_with_which_weights_overflow_are_refused() -> None:
     tensors = tensors_of("awq")
     tensors["up.scales"][0, 0] = 5000
-    with pytest.raises(ModelLoadError, match=r"up\.scales has a scale above 4367"):
+    with pytest.raises(ModelLoadError, match=r"up\.scales has a scale of 5000; finite ones up to 4094"):
         values_of(Awq.of(32), tensors, (8, 64))
 
 
@@ -217,7 +236,7 @@ def test_fp8_codes_without_a_value_are_refused() -> None:
 
 
 def test_fp4_scales_that_are_no_numbers_are_refused() -> None:
-    for case, value, says in (("nvfp4", 0x7F, "would not be finite"), ("mxfp4", 255, "has a scale of 255")):
+    for case, value, says in (("nvfp4", 0x7F, "has a scale of nan"), ("mxfp4", 255, "has a scale of 255")):
         tensors = tensors_of(case)
         tensors["up.weight_scale"][1, 1] = value
         with pytest.raises(ModelLoadError, match=says):

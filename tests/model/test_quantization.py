@@ -234,10 +234,11 @@ def test_weights_that_are_not_as_config_says_are_refused(source: Path, tmp_path:
     [
         (None, "tensor .*up_proj.weight_scale is missing"),
         (torch.ones(7), r"has shape \[7\], not 1 or 144 scales"),
-        (torch.full((144, 1), float("nan")), "has a scale that is negative or not finite"),
-        (torch.tensor(-1.0), "has a scale that is negative or not finite"),
+        (torch.full((144, 1), float("nan")), "up_proj.weight_scale has a scale of nan; those from 0 to 6.646e.35"),
+        (torch.tensor(1e36), "up_proj.weight_scale has a scale of 1e.36; those from 0"),
+        (torch.tensor(-1.0), "up_proj.weight_scale has a scale of -1; those from 0 "),
     ],
-    ids=["missing", "shape", "nan", "negative"],
+    ids=["missing", "shape", "nan", "huge", "negative"],
 )
 def test_wrong_scales_are_refused(scale: torch.Tensor | None, says: str, source: Path, tmp_path: Path) -> None:
     folder = quantize(source, tmp_path / "quantised", KINDS["int8"])
@@ -248,9 +249,30 @@ def test_wrong_scales_are_refused(scale: torch.Tensor | None, says: str, source:
         Int8(Inputs.PER_TOKEN).read(FolderReader(folder), UP, (144, 80))
 
 
+def test_scales_may_have_the_names_that_transformers_gives_them(source: Path, tmp_path: Path) -> None:
+    folder = quantize(source, tmp_path / "quantised", KINDS["fp8-static"])
+    tensors, names = load_file(folder / "model.safetensors"), {"input_scale": "activation_scale"}
+    names["weight_scale"] = "weight_scale_inv"
+
+    def read() -> tuple[float, float]:
+        with FolderReader(folder) as reader:
+            return float(reader.scales(UP, 144)[143]), reader.input_scale(UP)
+
+    first = read()
+    for ours, theirs in names.items():
+        tensors[f"{UP}.{theirs}"] = tensors[f"{UP}.{ours}"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=f"{UP}.weight_scale and {UP}.weight_scale_inv are both there; one of"):
+        read()
+    for ours in names:
+        del tensors[f"{UP}.{ours}"]
+    save_file(tensors, folder / "model.safetensors")
+    assert read() == first
+
+
 def test_an_input_scale_of_zero_is_refused(source: Path, tmp_path: Path) -> None:
     folder = quantize(source, tmp_path / "quantised", KINDS["int8-static"])
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {f"{UP}.input_scale": torch.zeros(1)}, folder / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=f"{UP}.input_scale is 0"):
+    with pytest.raises(ModelLoadError, match=f"scale of the inputs of {UP} is 0"):
         FolderReader(folder).input_scale(UP)

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from caraserve.model.dtype import Code, Dtype
 
 Array = NDArray[np.generic]
+# Ends of the names of scales by which codes are multiplied; the second is transformers' for one scale of all weights.
+SCALES = (".weight_scale", ".weight_scale_inv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,8 @@ class WeightFormat(Protocol):
     def name(self) -> str:
         """The name by which backends find their kernels."""
 
-    def main_tensor(self, module: str) -> str:
-        """Returns the name of a tensor that each module of this format has."""
+    def main_tensors(self, module: str) -> tuple[str, ...]:
+        """Returns the names of tensors of which each module of this format has one."""
 
     def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
         """Reads a module's weights of shape [outputs, inputs]. Raises ModelLoadError."""

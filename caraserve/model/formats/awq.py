@@ -6,14 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.errors import ModelLoadError
-from caraserve.model.dtype import Dtype, to_float32
+from caraserve.model.dtype import Dtype
 from caraserve.model.formats import Matrix, TensorReader
 from caraserve.model.formats.gptq import named
 from caraserve.model.formats.grouped import INTEGERS_4, GroupedCodes, GroupedFormat, Offset, Scale
 from caraserve.model.formats.unpacking import no_stack, read_scales, require
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the half byte of a word that has each of eight outputs
-_LARGEST = 65504.0 / 15  # scale with which no weight overflows float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +25,8 @@ class Awq(GroupedFormat):
         kind = GroupedCodes(4, INTEGERS_4, Scale.F16, Offset.ZERO, Dtype.F16)
         return cls(named("4-bit AWQ", group), kind, group)
 
-    def main_tensor(self, module: str) -> str:
-        return f"{module}.qweight"
+    def main_tensors(self, module: str) -> tuple[str, ...]:
+        return (f"{module}.qweight",)
 
     def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
         """Reads the arrays of `GroupedCodes`."""
@@ -37,9 +36,7 @@ class Awq(GroupedFormat):
             raise ModelLoadError(f"{module} has shape {list(shape)}; {self.name} needs multiples of 8 and {group}")
         require(tensors, module, f"{module}.qweight", self.name)
         groups = inputs // group
-        scale = read_scales(tensors, f"{module}.scales", (groups, outputs), self.kind.scale)
-        if np.abs(to_float32(scale, Dtype.F16)).max() > _LARGEST:
-            raise ModelLoadError(f"tensor {module}.scales has a scale above {_LARGEST:.0f}, which overflows float16")
+        scale = read_scales(tensors, f"{module}.scales", (groups, outputs), self.kind)
         arrays = {
             "codes": _columns(tensors.words(f"{module}.qweight", (inputs, outputs // 8))),
             "scale": np.ascontiguousarray(scale.T),

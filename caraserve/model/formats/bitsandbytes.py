@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, Dtype, to_float32
 from caraserve.model.formats import Array, Matrix, TensorReader
-from caraserve.model.formats.grouped import GroupedCodes, GroupedFormat, Scale, centred
-from caraserve.model.formats.unpacking import halves_from_high, no_stack, require, stored_scales
+from caraserve.model.formats.grouped import GroupedCodes, GroupedFormat, Scale, centred, check_scales
+from caraserve.model.formats.unpacking import halves_from_high, no_stack, require
 from caraserve.util.units import ceil_div
 
 BLOCK = 64  # weights with one scale
@@ -49,8 +49,8 @@ class FourBits(GroupedFormat):
         kind = GroupedCodes(4, TABLES[table], Scale.F32, rounds_to=rounds_to)
         return cls(f"4-bit bitsandbytes ({table}), groups of {BLOCK}", kind, BLOCK, table)
 
-    def main_tensor(self, module: str) -> str:
-        return f"{module}.weight.quant_state.bitsandbytes__{self.table}"
+    def main_tensors(self, module: str) -> tuple[str, ...]:
+        return (f"{module}.weight.quant_state.bitsandbytes__{self.table}",)
 
     def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
         """Reads the arrays of `GroupedCodes`."""
@@ -60,7 +60,7 @@ class FourBits(GroupedFormat):
             raise ModelLoadError(
                 f"{module} has {inputs} inputs, not a multiple of {_LEAST_GROUP}, which nf4 needs here"
             )
-        require(tensors, module, self.main_tensor(module), self.name)
+        require(tensors, module, self.main_tensors(module)[0], self.name)
         state = self._state(tensors, module, shape)
         table = to_float32(*tensors(f"{weight}.quant_map", (len(self.kind.values),)))
         if not np.array_equal(table, np.asarray(self.kind.values, np.float32)):
@@ -78,7 +78,7 @@ class FourBits(GroupedFormat):
 
     def _state(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> dict[str, Any]:
         """Reads what the file says of a matrix, and checks it."""
-        tensor = self.main_tensor(module)
+        tensor = self.main_tensors(module)[0]
         stored = tensors.shape(tensor)
         if stored is None or len(stored) != 1 or stored[0] > _MOST_STATE_BYTES:
             raise ModelLoadError(
@@ -111,7 +111,7 @@ class FourBits(GroupedFormat):
             table = to_float32(*tensors(f"{weight}.nested_quant_map", (256,)))
             with np.errstate(all="ignore"):
                 found = table[places] * np.repeat(above, _NESTED_BLOCK)[:count] + np.float32(offset)
-        stored_scales(f"{weight}.absmax", found, Scale.F32)
+        check_scales(f"{weight}.absmax", found, self.kind)
         return found
 
 
@@ -119,8 +119,8 @@ class FourBits(GroupedFormat):
 class EightBits(GroupedFormat):
     """Implements WeightFormat: code · SCB / 127, with an SCB for each output."""
 
-    def main_tensor(self, module: str) -> str:
-        return f"{module}.SCB"
+    def main_tensors(self, module: str) -> tuple[str, ...]:
+        return (f"{module}.SCB",)
 
     def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
         """Reads the arrays of `GroupedCodes`."""
@@ -131,9 +131,8 @@ class EightBits(GroupedFormat):
                 raise ModelLoadError(f"tensor {module}.weight_format is {layout}; 0 (rows one after another) is read")
         codes = tensors.codes(f"{module}.weight", shape, Code.I8) ^ 128
         scale = to_float32(*tensors(f"{module}.SCB", (shape[0],))) / np.float32(127)
-        return Matrix(
-            {"codes": codes, "scale": stored_scales(f"{module}.SCB", scale, Scale.F32)[:, None]}, group=shape[1]
-        )
+        check_scales(f"{module}.SCB / 127", scale, self.kind)
+        return Matrix({"codes": codes, "scale": scale[:, None]}, group=shape[1])
 
     def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
         """Raises ModelLoadError."""

@@ -27,8 +27,8 @@ class Gptq(GroupedFormat):
             named(f"{bits}-bit GPTQ", group), GroupedCodes(bits, values, Scale.F16, offset), group, zero_step, has_order
         )
 
-    def main_tensor(self, module: str) -> str:
-        return f"{module}.qweight"
+    def main_tensors(self, module: str) -> tuple[str, ...]:
+        return (f"{module}.qweight",)
 
     def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
         """Reads the arrays of `GroupedCodes`."""
@@ -40,7 +40,7 @@ class Gptq(GroupedFormat):
         groups = ceil_div(inputs, group)
         words = tensors.words(f"{module}.qweight", (inputs // per_word, outputs))
         codes = codes_of_words(np.ascontiguousarray(words.T), bits)
-        scale = read_scales(tensors, f"{module}.scales", (groups, outputs), self.kind.scale)
+        scale = read_scales(tensors, f"{module}.scales", (groups, outputs), self.kind)
         arrays = {"codes": codes, "scale": np.ascontiguousarray(scale.T)}
         zeros = self._zeros(tensors, f"{module}.qzeros", (groups, outputs // per_word))
         if zeros is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.errors import ModelLoadError
-from caraserve.model.dtype import Code, Dtype, decoded, rounded, to_float32
+from caraserve.model.dtype import NAMES, Code, Dtype, decoded, rounded, to_float32
 from caraserve.model.formats import Matrix
 from caraserve.util.units import ceil_div
 
@@ -73,6 +73,7 @@ FP4 = (*_POSITIVE, *(-value for value in _POSITIVE))  # E2M1
 
 POWER_BIAS = 127  # of the exponents in scales of Scale.E8M0
 _LARGEST_POWER = 240  # 2^113: with it no weight overflows; 255 stands for NaN
+_LARGEST = {Dtype.F32: float(np.finfo(np.float32).max), Dtype.F16: 65504.0, Dtype.BF16: (2 - 2**-7) * 2.0**127}
 _SCALE_BYTES = {Scale.F32: 4, Scale.F16: 2, Scale.BF16: 2, Scale.E4M3: 1, Scale.E8M0: 1, Scale.NESTED: 1}
 
 
@@ -84,9 +85,9 @@ class GroupedFormat:
     kind: GroupedCodes
     group: int  # inputs with one scale; 0: all
 
-    def main_tensor(self, module: str) -> str:
-        """Returns the name of a tensor that each module of this format has."""
-        return f"{module}.weight"
+    def main_tensors(self, module: str) -> tuple[str, ...]:
+        """Returns the names of tensors of which each module of this format has one."""
+        return (f"{module}.weight",)
 
     def values(self, matrix: Matrix) -> NDArray[np.float32]:
         """Returns the weights as numbers, in the order of the inputs."""
@@ -107,6 +108,21 @@ class GroupedFormat:
         divisor = 4 if self.kind.scale is Scale.E4M3 else 0
         return outputs * (
             ceil_div(inputs * self.kind.bits, 8) + groups * (scale_bytes + offset_bytes) + above + divisor
+        )
+
+
+def check_scales(tensor: str, scales: NDArray[np.float32], kind: GroupedCodes) -> None:
+    """Raises ModelLoadError for scales that are not numbers, and for those with which weights could be infinite."""
+    reach = max(map(abs, kind.values))
+    if kind.offset is Offset.ZERO:
+        reach = max(reach, 1 << kind.bits)
+    largest = max(float(np.max(scales)), -float(np.min(scales)))
+    dtype = kind.rounds_to or Dtype.F32
+    limit = _LARGEST[dtype] / reach
+    if not largest <= limit:  # nor if it is NaN
+        raise ModelLoadError(
+            f"tensor {tensor} has a scale of {largest:.4g}; finite ones up to {limit:.4g}, with which no weight "
+            f"overflows {NAMES[dtype]}, are computed"
         )
 
 

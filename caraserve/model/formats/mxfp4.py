@@ -18,8 +18,8 @@ class Mxfp4(GroupedFormat):
     """Weight = value of its code · 2^(scale - 127). The low four bits of a byte are the code of the input before that
     of the high ones."""
 
-    def main_tensor(self, module: str) -> str:
-        return f"{module}_blocks"
+    def main_tensors(self, module: str) -> tuple[str, ...]:
+        return (f"{module}_blocks",)
 
     def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
         """Reads the arrays of `GroupedCodes`."""

@@ -18,6 +18,7 @@ from caraserve.model.formats.grouped import (
     Scale,
     centred,
     check_powers,
+    check_scales,
 )
 from caraserve.model.formats.unpacking import codes_of_words, column_order, halves, no_stack, read_scales, require
 from caraserve.util.units import ceil_div
@@ -36,8 +37,8 @@ class PackedIntegers(GroupedFormat):
         values = centred(bits) if symmetric else INTEGERS_4 if bits == 4 else INTEGERS_8
         return cls(named(f"int{bits}", group), GroupedCodes(bits, values, scale, offset), group)
 
-    def main_tensor(self, module: str) -> str:
-        return f"{module}.weight_packed"
+    def main_tensors(self, module: str) -> tuple[str, ...]:
+        return (f"{module}.weight_packed",)
 
     def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
         """Reads the arrays of `GroupedCodes`."""
@@ -48,7 +49,7 @@ class PackedIntegers(GroupedFormat):
         words = tensors.words(f"{module}.weight_packed", (outputs, ceil_div(inputs * bits, 32)))
         codes = codes_of_words(words, bits)[:, :inputs]
         arrays: dict[str, Array] = {"codes": np.ascontiguousarray(codes)}
-        arrays["scale"] = read_scales(tensors, f"{module}.weight_scale", (outputs, groups), self.kind.scale)
+        arrays["scale"] = read_scales(tensors, f"{module}.weight_scale", (outputs, groups), self.kind)
         if self.kind.offset is Offset.ZERO:
             self._check_exact(f"{module}.weight_scale", arrays["scale"])
             packed = tensors.words(f"{module}.weight_zero_point", (ceil_div(outputs * bits, 32), groups))
@@ -83,8 +84,8 @@ class PackedIntegers(GroupedFormat):
 class PackedFp4(GroupedFormat):
     """Implements WeightFormat for `nvfp4-pack-quantized` and `mxfp4-pack-quantized`."""
 
-    def main_tensor(self, module: str) -> str:
-        return f"{module}.weight_packed"
+    def main_tensors(self, module: str) -> tuple[str, ...]:
+        return (f"{module}.weight_packed",)
 
     def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
         """Reads the arrays of `GroupedCodes`."""
@@ -102,10 +103,13 @@ class PackedFp4(GroupedFormat):
             return Matrix({"codes": codes, "scale": scale}, group=self.group)
         scale = tensors.codes(tensor, (outputs, groups), Code.F8_E4M3)
         divisor = to_float32(*tensors(f"{module}.weight_global_scale", (1,)))
-        with np.errstate(all="ignore"):
-            largest = np.abs(decoded(scale, Code.F8_E4M3) / divisor).max() * max(FP4)
-        if not (np.inf > divisor[0] > 0 and np.isfinite(largest)):
-            raise ModelLoadError(f"{module}: a weight would not be finite with weight_scale and weight_global_scale")
+        if not np.inf > divisor[0] > 0:
+            raise ModelLoadError(
+                f"tensor {module}.weight_global_scale is {divisor[0]:.4g}; a finite number above 0 is computed"
+            )
+        with np.errstate(over="ignore"):
+            divided = decoded(scale, Code.F8_E4M3) / divisor
+        check_scales(f"{tensor} / weight_global_scale", divided, self.kind)
         return Matrix({"codes": codes, "scale": scale, "divisor": np.repeat(divisor, outputs)}, group=self.group)
 
     def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:

@@ -15,8 +15,8 @@ class Plain:
 
     name: str = "plain"
 
-    def main_tensor(self, module: str) -> str:
-        return f"{module}.weight"
+    def main_tensors(self, module: str) -> tuple[str, ...]:
+        return (f"{module}.weight",)
 
     def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
         """Returns `weight`, [outputs, inputs]: float32, or the bits of a 16-bit type."""

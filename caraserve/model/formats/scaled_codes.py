@@ -7,7 +7,7 @@ import numpy as np
 
 from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, decoded
-from caraserve.model.formats import Array, Matrix, TensorReader
+from caraserve.model.formats import SCALES, Array, Matrix, TensorReader
 from caraserve.model.formats.grouped import GroupedCodes, GroupedFormat, Scale, centred
 from caraserve.model.formats.unpacking import no_stack, read_scales
 from caraserve.util.units import ceil_div
@@ -40,6 +40,9 @@ class ScaledCodes(GroupedFormat):
     inputs: Inputs
     code: Code
 
+    def main_tensors(self, module: str) -> tuple[str, ...]:
+        return tuple(f"{module}{suffix}" for suffix in SCALES)
+
     def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
         """Reads the arrays of `GroupedCodes`; the checkpoint may have one scale for all outputs."""
         codes = read_codes(tensors, f"{module}.weight", shape, self.code)
@@ -65,12 +68,15 @@ class BlockCodes(GroupedFormat):
         name = f"{title}, blocks of {rows} × {group}" if rows > 1 else f"{title}, groups of {group}"
         return cls(name, CODES[code], group, code, rows, suffix)
 
+    def main_tensors(self, module: str) -> tuple[str, ...]:
+        return (f"{module}{self.suffix}",)
+
     def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
         """Reads the arrays of `GroupedCodes`."""
         outputs, inputs = shape
         codes = read_codes(tensors, f"{module}.weight", shape, self.code)
         blocks = ceil_div(outputs, self.rows), ceil_div(inputs, self.group)
-        scale = read_scales(tensors, f"{module}{self.suffix}", blocks, self.kind.scale)
+        scale = read_scales(tensors, f"{module}{self.suffix}", blocks, self.kind)
         return Matrix({"codes": codes, "scale": np.repeat(scale, self.rows, axis=0)[:outputs]}, group=self.group)
 
     def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.errors import ModelLoadError
-from caraserve.model.dtype import Dtype, rounded, to_float32
+from caraserve.model.dtype import NAMES, Dtype, rounded, to_float32
 from caraserve.model.formats import Array, TensorReader
-from caraserve.model.formats.grouped import Scale
+from caraserve.model.formats.grouped import GroupedCodes, Scale, check_scales
 
 Codes = NDArray[np.uint8]
 
@@ -34,23 +34,22 @@ def codes_of_words(words: NDArray[np.uint32], bits: int) -> Codes:
     return halves(packed) if bits == 4 else packed
 
 
-def read_scales(tensors: TensorReader, tensor: str, shape: tuple[int, ...], kind: Scale) -> Array:
-    """Reads scales of any floating-point type. Raises ModelLoadError for those that are not finite, and for those that
-    `kind` cannot hold."""
+def read_scales(tensors: TensorReader, tensor: str, shape: tuple[int, ...], kind: GroupedCodes) -> Array:
+    """Reads scales of any floating-point type. Raises ModelLoadError for those with which weights are not finite, and
+    for those that `kind` cannot hold."""
     return stored_scales(tensor, to_float32(*tensors(tensor, shape)), kind)
 
 
-def stored_scales(tensor: str, scales: NDArray[np.float32], kind: Scale) -> Array:
+def stored_scales(tensor: str, scales: NDArray[np.float32], kind: GroupedCodes) -> Array:
     """Returns scales as `kind` stores them. Raises ModelLoadError as `read_scales`."""
-    if not np.isfinite(scales).all():
-        raise ModelLoadError(f"tensor {tensor} has a scale that is not finite")
-    if kind is Scale.F32:
+    check_scales(tensor, scales, kind)
+    if kind.scale is Scale.F32:
         return scales
-    dtype = Dtype[kind.name]
+    dtype = Dtype[kind.scale.name]
     with np.errstate(over="ignore"):
         narrow = rounded(scales, dtype)
     if not np.array_equal(to_float32(narrow, dtype), scales):
-        raise ModelLoadError(f"tensor {tensor} has scales that {kind.value.removeprefix('bits of ')} does not hold")
+        raise ModelLoadError(f"tensor {tensor} has scales that {NAMES[dtype]} does not hold")
     return narrow
 
 
