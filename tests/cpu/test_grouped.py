@@ -46,6 +46,7 @@ KINDS = {  # and inputs of a group
     "zeros": (GroupedCodes(8, INTEGERS_8, Scale.F16, Offset.ZERO), 128),
     "zeros, rounded": (GroupedCodes(4, INTEGERS_4, Scale.F16, Offset.ZERO, Dtype.F16), 64),
     "curve": (GroupedCodes(4, _CURVE, Scale.F16), 32),
+    "curve, nested": (GroupedCodes(4, _CURVE, Scale.NESTED), 16),
     "halves and powers": (GroupedCodes(4, _FP4, Scale.E8M0), 32),
     "halves and divisors": (GroupedCodes(4, _FP4, Scale.E4M3), 16),
     "numbers, rounded": (GroupedCodes(4, _NORMAL, Scale.F32, Offset.NONE, Dtype.BF16), 64),

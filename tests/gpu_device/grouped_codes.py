@@ -39,6 +39,7 @@ KINDS: dict[str, tuple[GroupedCodes, int]] = {
     "Q5_K": (GroupedCodes(5, INTEGERS_5, Scale.NESTED, Offset.NESTED), 32),
     "Q6_K": (GroupedCodes(6, centred(6), Scale.NESTED), 16),
     "IQ4_NL": (GroupedCodes(4, _IQ4_NL, Scale.F16), 32),
+    "IQ4_XS": (GroupedCodes(4, _IQ4_NL, Scale.NESTED), 32),
     "MXFP4": (GroupedCodes(4, FP4, Scale.E8M0), 32),
     "NVFP4": (GroupedCodes(4, FP4, Scale.E4M3), 16),
     "nf4": (GroupedCodes(4, tuple(value / 127 for value in _IQ4_NL), Scale.F32, rounds_to=Dtype.BF16), 64),

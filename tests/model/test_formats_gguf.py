@@ -59,13 +59,14 @@ def test_a_matrix_of_many_pieces_has_the_values_of_its_rows(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_in_memory_are_those_of_the_file(kind: str) -> None:
     form = format_of(kind)
-    wider = 4 if kind in ("Q4_K", "Q5_K") else 0  # sixteen scales of six bits take bytes
+    # Scales of four and six bits take bytes, and codes of two and three four bits.
+    wider = {"Q4_K": 4, "Q5_K": 4, "IQ4_XS": 2, "Q2_K": 64 + 16, "Q3_K": 32 + 4}.get(kind, 0)
     assert form.num_bytes(512, 3, 4) == 3 * (512 // form.block) * (form.block_bytes + wider)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "MXFP4"])
 def test_scales_that_are_not_finite_are_refused(kind: str) -> None:
-    stored, at = blocks_of(kind), 208 if kind == "Q6_K" else 0
+    stored, at = blocks_of(kind), {"Q6_K": 208, "Q2_K": 80, "Q3_K": 108}.get(kind, 0)
     stored[1, at : at + 2] = 0, 0x7C
     with pytest.raises(ModelLoadError, match=f"up.weight: a block of {kind} has a scale that is not finite"):
         format_of(kind).read(Tensors({"up.weight": stored}), "up", GOLDEN[f"{kind} values"].shape)
@@ -91,7 +92,7 @@ def test_numbers_are_plain() -> None:
     assert matrix.dtype is Dtype.F32
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q8_1", "IQ3_S", "IQ4_XS", "TQ1_0", "I8", "F64"])
+@pytest.mark.parametrize("kind", ["Q8_1", "Q8_K", "IQ2_XS", "IQ3_S", "TQ1_0", "NVFP4", "I8", "F64"])
 def test_other_types_are_refused_by_their_names(kind: str) -> None:
     with pytest.raises(ModelLoadError, match=f"type {kind} are not read; F32, F16, BF16, Q8_0, .* MXFP4 are"):
         gguf_format(kind)

@@ -28,7 +28,7 @@ from caraserve.model.formats.plain import PLAIN
 Bytes = NDArray[np.uint8]  # of blocks or of parts of them: [blocks, bytes]
 Arrays = Mapping[str, Array]  # of GroupedCodes, the blocks along the first axis
 
-_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_IQ4_NL = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
 _PIECE_BYTES = 1 << 19  # of blocks that are unpacked at a time, so that they stay in the cache
 
 
@@ -167,6 +167,37 @@ def _q6_k(blocks: Bytes) -> Arrays:
     return {"codes": codes.reshape(-1, 256), "scale": scale, "super_scale": _half(blocks, 208)}
 
 
+def _two_bits(blocks: Bytes, at: int) -> Bytes:
+    """Returns the codes of 64 bytes with four each: of 32 bytes first the lowest bits."""
+    packed = blocks[:, at : at + 64].reshape(-1, 2, 1, 32)
+    shifts = np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
+    return (packed >> shifts & 3).reshape(-1, 256)
+
+
+def _q2_k(blocks: Bytes) -> Arrays:
+    both = blocks[:, :16]
+    found = {"codes": _two_bits(blocks, 16), "scale": both & 15, "offset": both >> 4}
+    return found | {"super_scale": _half(blocks, 80), "super_offset": _half(blocks, 82)}
+
+
+def _q3_k(blocks: Bytes) -> Arrays:
+    """Codes are 4 more than the file's, so that the middle is that of four bits."""
+    high = (blocks[:, None, :32] >> np.arange(8, dtype=np.uint8).reshape(8, 1) & 1).reshape(-1, 256)
+    first, second, third = (blocks[:, at : at + 4] for at in (96, 100, 104))
+    lows = (first & 15, second & 15, first >> 4, second >> 4)
+    fours = [low | (third >> 2 * part & 3) << 4 for part, low in enumerate(lows)]
+    scale = np.concatenate(fours, axis=1).view(np.int8) - np.int8(32)
+    return {"codes": _two_bits(blocks, 32) + 4 * high + 4, "scale": scale, "super_scale": _half(blocks, 108)}
+
+
+def _iq4_xs(blocks: Bytes) -> Arrays:
+    groups = np.arange(8)
+    low = blocks[:, 4 + groups // 2] >> (4 * (groups % 2)).astype(np.uint8) & 15
+    high = (_half(blocks, 2) >> (2 * groups).astype(np.uint16) & 3).astype(np.uint8)
+    scale = (low | high << 4).view(np.int8) - np.int8(32)
+    return {"codes": _nibbles(blocks, 8, 16, 8), "scale": scale, "super_scale": _half(blocks, 0)}
+
+
 def _format(
     kind: str, block: int, block_bytes: int, group: int, codes: GroupedCodes, unpack: Callable[[Bytes], Arrays]
 ) -> GgufBlocks:
@@ -186,7 +217,10 @@ GGUF_BLOCKS: Mapping[str, GgufBlocks] = {
         _format("Q4_K", 256, 144, 32, GroupedCodes(4, INTEGERS_4, *_K), _q4_k),
         _format("Q5_K", 256, 176, 32, GroupedCodes(5, INTEGERS_5, *_K), _q5_k),
         _format("Q6_K", 256, 210, 16, GroupedCodes(6, centred(6), Scale.NESTED), _q6_k),
-        _format("IQ4_NL", 32, 18, 32, GroupedCodes(4, tuple(map(float, _IQ4_NL)), Scale.F16), _q4_0),
+        _format("Q2_K", 256, 84, 16, GroupedCodes(4, INTEGERS_4, *_K), _q2_k),
+        _format("Q3_K", 256, 110, 16, GroupedCodes(4, centred(4), Scale.NESTED), _q3_k),
+        _format("IQ4_NL", 32, 18, 32, GroupedCodes(4, _IQ4_NL, Scale.F16), _q4_0),
+        _format("IQ4_XS", 256, 136, 32, GroupedCodes(4, _IQ4_NL, Scale.NESTED), _iq4_xs),
         _format("MXFP4", 32, 17, 32, GroupedCodes(4, FP4, Scale.E8M0), _mxfp4),
     )
 }

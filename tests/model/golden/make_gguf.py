@@ -11,6 +11,9 @@ SCALES = {  # bytes at which a block has a float16
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q6_K": (208,),
     "MXFP4": (),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "IQ4_XS": (0,),
 }
 
 
