@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,9 +153,7 @@ class Combination(CombinedSource):
             if (image := self.manager.image(adapter.digest)) is not None:
                 read_member(index, image)
             else:
-                at = index
-                room = aligned_bytes(adapter.num_bytes)
-                self.reader.read(adapter.source, room, lambda result, at=at: read_member(at, result))  # type: ignore[misc]
+                self.reader.read(adapter.source, aligned_bytes(adapter.num_bytes), partial(read_member, index))
 
     def _combined(
         self, results: Sequence[HostAdapter | CaraServeError], into: NDArray[np.uint8]

@@ -5,6 +5,7 @@
 Each value of B is rounded once, in fp32. A module has the ranks of those adapters that change it.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,22 +41,21 @@ def write_combination(plan: DecoderPlan, digest: str, members: Sequence[Weighted
     and B, for ranks that add up to too much, and for values that are not finite."""
     for member in members:
         _refuse_others(member)
-    ranks: dict[Module, int] = {}
-    for member in members:
-        for module, rank in {span.module: span.rank for span in member.image.spec.spans}.items():
-            ranks[module] = ranks.get(module, 0) + rank
+    own_ranks = [{span.module: span.rank for span in member.image.spec.spans} for member in members]
+    ranks: Counter[Module] = Counter()
+    for own in own_ranks:
+        ranks.update(own)
     if (rank := max(ranks.values())) > MAX_RANK:
         raise rank_refusal([(one.name, one.image.spec.rank) for one in members], rank)
     spec = AdapterSpec.of(plan, Dtype.F32, {module: (rank, 1.0) for module, rank in ranks.items()}, digest)
     data = into[: spec.num_bytes]
     data[:] = 0
     spans = {(span.layer, span.site): span for span in spec.spans}
-    first: dict[Module, int] = {}  # the next free rank
-    for member in members:
+    first: Counter[Module] = Counter()  # the next free rank
+    for member, own in zip(members, own_ranks, strict=True):
         for span in member.image.spec.spans:
-            _write_site(plan, member, span, data, spans[span.layer, span.site], first.get(span.module, 0))
-        for module, rank in {span.module: span.rank for span in member.image.spec.spans}.items():
-            first[module] = first.get(module, 0) + rank
+            _write_site(plan, member, span, data, spans[span.layer, span.site], first[span.module])
+        first.update(own)
     return HostAdapter(spec, data)
 
 
@@ -83,16 +83,15 @@ def _write_site(
     plan: DecoderPlan, member: WeightedImage, source: SiteSpan, data: Bytes, target: SiteSpan, first: int
 ) -> None:
     """Writes one adapter's A and B of a site to the ranks from `first` on."""
-    site = plan.layers[source.layer].sites[source.site]
-    inputs = plan.layers[source.layer].linears[source.linear].inputs
+    layer = plan.layers[source.layer]
+    site, linear = layer.sites[source.site], layer.linears[source.linear]
     image, dtype, ranks = member.image, member.image.spec.dtype, slice(first, first + source.rank)
-    a = to_float32(stored_a(image.data, source, inputs, dtype)[: source.rank], dtype)
-    stored_a(data, target, inputs, Dtype.F32)[ranks] = a
+    a = to_float32(stored_a(image.data, source, linear.inputs, dtype)[: source.rank], dtype)
+    stored_a(data, target, linear.inputs, Dtype.F32)[ranks] = a
     b = to_float32(stored_b(image.data, source, site.outputs, dtype)[:, : source.rank], dtype)
     with np.errstate(over="ignore"):  # what overflows is refused
         scaled = (b * np.float64(member.weight * source.scale)).astype(np.float32)
     largest_a, largest_b = (float(np.abs(one).max()) for one in (a, scaled))
-    linear = plan.layers[source.layer].linears[source.linear]
     what = f"{member.name}, {linear.module}: with the weight {member.weight:.3g} the product of A and B"
-    check_update(target.rank * inputs * largest_a * largest_b, what)
+    check_update(target.rank * linear.inputs * largest_a * largest_b, what)
     stored_b(data, target, site.outputs, Dtype.F32)[:, ranks] = scaled
