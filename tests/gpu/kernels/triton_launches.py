@@ -32,6 +32,7 @@ from caraserve.gpu.memory.pass_shape import Capacity, PassShape
 from caraserve.gpu.memory.request_state import make_state
 from caraserve.gpu.memory.workspace import make_workspace
 from caraserve.model.families import plan_of
+from caraserve.model.formats import WeightFormat
 from scripts.laboratory.gpu.null_device import null_device
 
 TOKENS, SLOTS = 64, 48
@@ -107,24 +108,30 @@ def recording(patch: pytest.MonkeyPatch) -> list[Launch]:
     return recorded
 
 
-def launches_of(config: Mapping[str, Any], dtype: torch.dtype, capability: int) -> list[Launch]:
+def launches_of(
+    config: Mapping[str, Any], dtype: torch.dtype, capability: int, form: WeightFormat | None = None
+) -> list[Launch]:
     """Returns the distinct launches of a pass over decoding rows and prompts, and of the LoRA of q, k and v beside CPU
-    workers, on a device of this compute capability. `config`: of a model, without its layers."""
+    workers, on a device of this compute capability. `config`: of a model, without its layers. `form`: of all weights,
+    instead of that in the configuration."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (triton_attention, experts, quantized):
             patch.setattr(module, "compute_capability", lambda device: capability)
         recorded = recording(patch)
-        decoder, base = decoder_of(config, dtype), PassShape(TOKENS, 7, 3, 9, 0, False, 2048, frozenset({0}))
+        decoder, base = decoder_of(config, dtype, form), PassShape(TOKENS, 7, 3, 9, 0, False, 2048, frozenset({0}))
         issue_pass(decoder.make_pass(base), Stream(0), len(decoder.plan.layers))
         gate = torch.empty(1, dtype=torch.int32, device="meta")
         decoder.lora.pass_over(replace(base, segments=4)).add(0, 0, Stream(0), gate)
     return list({launch.identity: launch for launch in recorded}.values())
 
 
-def decoder_of(config: Mapping[str, Any], dtype: torch.dtype) -> Decoder:
-    """Returns a decoder of two layers over tensors without memory."""
+def decoder_of(config: Mapping[str, Any], dtype: torch.dtype, form: WeightFormat | None = None) -> Decoder:
+    """Returns a decoder of two layers over tensors without memory. `form`: as for `launches_of`."""
     nowhere = torch.device("meta")
     plan = plan_of({**config, "num_hidden_layers": 2})
+    if form is not None:
+        layers = (layer.with_linears(lambda linear: replace(linear, format=form)) for layer in plan.layers)
+        plan = replace(plan, layers=tuple(layers), embed_format=form, head_format=form)
     loaded = weights.load(plan, dtype, 2048, nowhere, lambda name, target: None)
     state = make_state(plan, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=nowhere), SLOTS, 2048)
     capacity = Capacity(
