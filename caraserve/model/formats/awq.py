@@ -10,7 +10,7 @@ from caraserve.model.dtype import Dtype
 from caraserve.model.formats import Matrix, TensorReader
 from caraserve.model.formats.gptq import named
 from caraserve.model.formats.grouped import INTEGERS_4, GroupedCodes, GroupedFormat, Offset, Scale
-from caraserve.model.formats.unpacking import no_stack, read_scales, require
+from caraserve.model.formats.unpacking import read_scales, require
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the half byte of a word that has each of eight outputs
 
@@ -43,10 +43,6 @@ class Awq(GroupedFormat):
             "zero": _columns(tensors.words(f"{module}.qzeros", (groups, outputs // 8))),
         }
         return Matrix(arrays, group=group)
-
-    def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
-        """Raises ModelLoadError."""
-        raise no_stack(tensor, self.name)
 
 
 def _columns(words: NDArray[np.uint32]) -> NDArray[np.uint8]:

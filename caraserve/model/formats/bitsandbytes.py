@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.errors import ModelLoadError
-from caraserve.model.dtype import Code, Dtype, to_float32
+from caraserve.model.dtype import NAMES, Code, Dtype, to_float32
 from caraserve.model.formats import Array, Matrix, TensorReader
 from caraserve.model.formats.grouped import GroupedCodes, GroupedFormat, Scale, centred, check_scales
-from caraserve.model.formats.unpacking import halves_from_high, no_stack, require
+from caraserve.model.formats.unpacking import halves_from_high, require
 from caraserve.util.units import ceil_div
 
 BLOCK = 64  # weights with one scale
@@ -33,7 +33,6 @@ TABLES = {
         *(0.0, -0.005208333488553762, -0.6666666865348816, -1.0, -0.3333333432674408, -0.5, -0.1666666716337204, -0.25),
     ),
 }
-_DTYPES = {Dtype.F32: "float32", Dtype.F16: "float16", Dtype.BF16: "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +71,6 @@ class FourBits(GroupedFormat):
         arrays: dict[str, Array] = {"codes": codes[:count].reshape(shape), "scale": scale.reshape(outputs, -1)}
         return Matrix(arrays, group=group)
 
-    def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
-        """Raises ModelLoadError."""
-        raise no_stack(tensor, self.name)
-
     def _state(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> dict[str, Any]:
         """Reads what the file says of a matrix, and checks it."""
         tensor = self.main_tensors(module)[0]
@@ -90,7 +85,7 @@ class FourBits(GroupedFormat):
             state = None
         if not isinstance(state, dict):
             raise ModelLoadError(f"tensor {tensor} does not hold a JSON object")
-        dtype = _DTYPES[self.kind.rounds_to or Dtype.F32]
+        dtype = NAMES[self.kind.rounds_to or Dtype.F32]
         right = {"quant_type": self.table, "blocksize": BLOCK, "shape": list(shape), "dtype": dtype}
         if "nested_blocksize" in state or tensors.shape(f"{module}.weight.nested_absmax") is not None:
             right |= {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32"}
@@ -133,10 +128,6 @@ class EightBits(GroupedFormat):
         scale = to_float32(*tensors(f"{module}.SCB", (shape[0],))) / np.float32(127)
         check_scales(f"{module}.SCB / 127", scale, self.kind)
         return Matrix({"codes": codes, "scale": scale[:, None]}, group=shape[1])
-
-    def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
-        """Raises ModelLoadError."""
-        raise no_stack(tensor, self.name)
 
 
 EIGHT_BITS = EightBits("8-bit bitsandbytes", GroupedCodes(8, centred(8), Scale.F32), 0)

@@ -7,7 +7,7 @@ import numpy as np
 from caraserve.errors import ModelLoadError
 from caraserve.model.formats import Array, Matrix, TensorReader
 from caraserve.model.formats.grouped import INTEGERS_4, INTEGERS_8, GroupedCodes, GroupedFormat, Offset, Scale, centred
-from caraserve.model.formats.unpacking import codes_of_words, column_order, no_stack, read_scales, require
+from caraserve.model.formats.unpacking import codes_of_words, column_order, read_scales, require
 from caraserve.util.units import ceil_div
 
 
@@ -49,10 +49,6 @@ class Gptq(GroupedFormat):
         if order is not None:
             arrays["codes"] = codes[:, list(order)]
         return Matrix(arrays, group=group, order=order)
-
-    def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
-        """Raises ModelLoadError."""
-        raise no_stack(tensor, self.name)
 
     def _zeros(self, tensors: TensorReader, tensor: str, shape: tuple[int, int]) -> Array | None:
         """Returns the zero points, [outputs, groups]; None if they are those of symmetric weights."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import NAMES, Code, Dtype, decoded, rounded, to_float32
-from caraserve.model.formats import Matrix
+from caraserve.model.formats import Matrix, TensorReader
 from caraserve.util.units import ceil_div
 
 SUPER_GROUP = 256  # inputs with one scale of scales (Scale.NESTED)
@@ -88,6 +88,10 @@ class GroupedFormat:
     def main_tensors(self, module: str) -> tuple[str, ...]:
         """Returns the names of tensors of which each module of this format has one."""
         return (f"{module}.weight",)
+
+    def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
+        """Raises ModelLoadError: most formats never have weights of all experts in one tensor."""
+        raise ModelLoadError(f"{tensor}: {self.name} weights of all experts in one tensor are not supported")
 
     def values(self, matrix: Matrix) -> NDArray[np.float32]:
         """Returns the weights as numbers, in the order of the inputs."""

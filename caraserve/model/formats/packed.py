@@ -20,7 +20,7 @@ from caraserve.model.formats.grouped import (
     check_powers,
     check_scales,
 )
-from caraserve.model.formats.unpacking import codes_of_words, column_order, halves, no_stack, read_scales, require
+from caraserve.model.formats.unpacking import codes_of_words, column_order, halves, read_scales, require
 from caraserve.util.units import ceil_div
 
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
@@ -59,10 +59,6 @@ class PackedIntegers(GroupedFormat):
         if order is not None:
             arrays["codes"] = arrays["codes"][:, list(order)]
         return Matrix(arrays, group=group, order=order)
-
-    def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
-        """Raises ModelLoadError."""
-        raise no_stack(tensor, self.name)
 
     def _check_exact(self, tensor: str, scale: Array) -> None:
         """Raises ModelLoadError for scales of which a product with a zero point would be rounded."""
@@ -111,10 +107,6 @@ class PackedFp4(GroupedFormat):
             divided = decoded(scale, Code.F8_E4M3) / divisor
         check_scales(f"{tensor} / weight_global_scale", divided, self.kind)
         return Matrix({"codes": codes, "scale": scale, "divisor": np.repeat(divisor, outputs)}, group=self.group)
-
-    def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
-        """Raises ModelLoadError."""
-        raise no_stack(tensor, self.name)
 
 
 NVFP4 = PackedFp4("NVFP4", GroupedCodes(4, FP4, Scale.E4M3), NVFP4_GROUP)

@@ -9,7 +9,7 @@ from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, decoded
 from caraserve.model.formats import SCALES, Array, Matrix, TensorReader
 from caraserve.model.formats.grouped import GroupedCodes, GroupedFormat, Scale, centred
-from caraserve.model.formats.unpacking import no_stack, read_scales
+from caraserve.model.formats.unpacking import read_scales
 from caraserve.util.units import ceil_div
 
 
@@ -49,10 +49,6 @@ class ScaledCodes(GroupedFormat):
         scale = np.ascontiguousarray(tensors.scales(module, shape[0]))[:, None]
         return Matrix({"codes": codes, "scale": scale}, group=shape[1])
 
-    def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
-        """Raises ModelLoadError."""
-        raise no_stack(tensor, self.name)
-
 
 @dataclass(frozen=True, slots=True)
 class BlockCodes(GroupedFormat):
@@ -78,10 +74,6 @@ class BlockCodes(GroupedFormat):
         blocks = ceil_div(outputs, self.rows), ceil_div(inputs, self.group)
         scale = read_scales(tensors, f"{module}{self.suffix}", blocks, self.kind)
         return Matrix({"codes": codes, "scale": np.repeat(scale, self.rows, axis=0)[:outputs]}, group=self.group)
-
-    def read_stacked(self, tensors: TensorReader, tensor: str, shape: tuple[int, int, int]) -> Matrix:
-        """Raises ModelLoadError."""
-        raise no_stack(tensor, self.name)
 
 
 def read_codes(tensors: TensorReader, tensor: str, shape: tuple[int, int], code: Code) -> Array:

@@ -67,8 +67,3 @@ def require(tensors: TensorReader, module: str, tensor: str, form: str) -> None:
     """Raises ModelLoadError if a module lacks the tensor that a format needs, and says what is wrong."""
     if tensors.shape(tensor) is None:
         raise ModelLoadError(f"tensor {tensor} is missing; by config.json the weights of {module} are {form}")
-
-
-def no_stack(tensor: str, form: str) -> ModelLoadError:
-    """Returns the error for weights of all experts in one tensor, which most formats never have."""
-    return ModelLoadError(f"{tensor}: {form} weights of all experts in one tensor are not supported")
