@@ -19,7 +19,7 @@ from caraserve.cpu.linear.grouped_layout import pack
 from caraserve.cpu.linear.grouped_tiles import constants_bytes, constants_tile, row_tile, weights_tile
 from caraserve.cpu.simd import LANES, load_f32, vadd, vfma, vload, vsplat, vstore
 from caraserve.cpu.structs import site_at
-from caraserve.cpu.tiles import stack_bytes
+from caraserve.cpu.tiles import call_by_address, stack_bytes
 from caraserve.cpu.weight_memory import WeightMemory
 from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Dtype
@@ -30,6 +30,7 @@ from caraserve.util.units import ceil_div
 _SUPER = np.int64(SUPER_GROUP)
 _K_BLOCK = np.int64(K_BLOCK)
 _COMPILED: list[Any] = []  # keeps functions alive of which others have the address
+_call5 = call_by_address(5)
 _sums, _rest = stack_bytes(4 * PANEL), stack_bytes(4 * PANEL * 32)  # 32: most inputs of a chunk
 
 
@@ -83,11 +84,11 @@ def _add_rest(x, count, weights, sums):  # type: ignore[no-untyped-def]
 
 def _one_row(site_address, x, first_panel, end_panel, y, accumulate):  # type: ignore[no-untyped-def]
     """Computes `y[64 · panel :] (+)= x[inputs] @ w[inputs, 64]` for some panels."""
-    site, held, rest, sums = site_at(site_address), _held(), _rest(), _sums()
+    site, rest, sums = site_at(site_address), _rest(), _sums()
     inputs, group, zero = site.inputs, site.group, vsplat(np.float32(0.0))
     for panel in range(first_panel, end_panel):
         start = site.weight + panel * site.panel_bytes
-        above, codes = start, start + _DIVISORS
+        above, scales, codes = start, start, start + _DIVISORS
         position = group_end = np.int64(0)
         for block in range(0, inputs, _K_BLOCK):
             block_end = min(block + _K_BLOCK, inputs)
@@ -98,16 +99,16 @@ def _one_row(site_address, x, first_panel, end_panel, y, accumulate):  # type: i
                     if _ABOVE != 0 and position % _SUPER == 0:
                         above = codes
                         codes += _ABOVE
-                    _constants(start, above, codes, held)
+                    scales = codes
                     codes += _SCALES
                     group_end = min(position + group, inputs)
                 stop = min(group_end, block_end)
                 chunks = (stop - position) // _INPUTS
-                _row(codes, held, x + 4 * position, chunks, sums)
+                _row(start, above, scales, codes, x + 4 * position, chunks, sums)
                 codes += chunks * _CHUNK
                 position += chunks * _INPUTS
                 if position < stop:
-                    _weights(codes, held, 1, rest)
+                    _call5(site.expand, site_address, panel, position, stop - position, rest)
                     _add_rest(x + 4 * position, stop - position, rest, sums)
                     codes += _CHUNK
                     position = stop

@@ -12,7 +12,6 @@ from caraserve.core.lora_layout import PANEL
 from caraserve.cpu.linear.grouped_decoding import Decoder
 from caraserve.cpu.simd import (
     DTYPE_F32,
-    HAS_WIDE_REGISTERS,
     LANES,
     VF,
     VI,
@@ -29,7 +28,6 @@ from caraserve.cpu.simd import (
 
 _VECTORS = PANEL // LANES
 _VECTOR_BYTES = 4 * LANES
-_AT_ONCE = 4 if HAS_WIDE_REGISTERS else 2  # vectors of a row's sums: four registers of sums hide the latency of fma
 _PREFETCH_BYTES = 2048  # ahead of a single row's codes
 _PREFETCHED_BITS = (6, 8)  # whose rows then take about a tenth less time; those of 4 and 5 bits do not
 
@@ -55,32 +53,30 @@ def constants_tile(decoder: Decoder) -> Any:
 
 
 class _Chunk:
-    """The words of a chunk and the constants of its group, for consecutive vectors of sixteen outputs."""
+    """The words of a chunk for some vectors of sixteen outputs, and the constants of their group."""
 
-    def __init__(self, b: Any, decoder: Decoder, codes: Any, constants: Any, vectors: Sequence[Any]) -> None:
-        self._b, self._decoder = b, decoder
+    def __init__(
+        self, b: Any, decoder: Decoder, codes: Any, vectors: Sequence[Any], constants: Sequence[Sequence[Any]]
+    ) -> None:
+        self._b, self._decoder, self._constants = b, decoder, constants
         self._codes = [offset(b, codes, b.mul(vector, i64(_VECTOR_BYTES))) for vector in vectors]
-        size = i64(decoder.constants * _VECTOR_BYTES)
-        self._constants = [offset(b, constants, b.mul(vector, size)) for vector in vectors]
 
     def weights(self) -> Iterator[list[Any]]:
         """Emits the weights of one input after another: yields a vector for each sixteen outputs."""
         b = self._b
         for step in self._decoder.steps():
-            words = [[self._word(at, word) for word in step.words] for at in self._codes]
-            held = [self._held(at) for at in self._constants]
+            emitters = [
+                step.emit(b, [self._word(at, word) for word in step.words], constants)
+                for at, constants in zip(self._codes, self._constants, strict=True)
+            ]
             for index in range(step.inputs):
-                yield [step.emit(b, own, constants, index) for own, constants in zip(words, held, strict=True)]
+                yield [emit(index) for emit in emitters]
 
     def prefetch(self, ahead_bytes: int) -> None:
         """Emits prefetches of the words that lie so far ahead."""
         for at in self._codes:
             for word in range(self._decoder.layout.words):
                 emit_prefetch(self._b, offset(self._b, at, i64(ahead_bytes + 4 * PANEL * word)))
-
-    def _held(self, at: Any) -> list[Any]:
-        places = (offset(self._b, at, i64(index * _VECTOR_BYTES)) for index in range(self._decoder.constants))
-        return [emit_load(self._b, place, DTYPE_F32) for place in places]
 
     def _word(self, at: Any, word: int) -> Any:
         value = self._b.load(pointer(self._b, offset(self._b, at, i64(4 * PANEL * word)), VI))
@@ -89,21 +85,25 @@ class _Chunk:
 
 
 def row_tile(decoder: Decoder) -> Any:
-    """Intrinsic `(codes, constants, x, chunks, sums)`: `sums[64] += x · weights` over the inputs of some chunks of a
-    group, in order."""
+    """Intrinsic `(panel, above, group, codes, x, chunks, sums)`: `sums[64] += x · weights` over the inputs of some
+    chunks of a group, in order. The first three are those of `constants_tile`."""
 
     def emit(b: Any, arguments: Sequence[Any]) -> None:
-        codes, constants, x, chunks, sums = arguments
-        layout = decoder.layout
+        panel, above, group, codes, x, chunks, sums = arguments
+        layout, at_once = decoder.layout, decoder.at_once
         for_range = cgutils.for_range
-        with for_range(b, i64(_VECTORS // _AT_ONCE)) as passes:
-            vectors = [b.add(b.mul(passes.index, i64(_AT_ONCE)), i64(index)) for index in range(_AT_ONCE)]
+        with for_range(b, i64(_VECTORS // at_once)) as passes:
+            vectors = [b.add(b.mul(passes.index, i64(at_once)), i64(index)) for index in range(at_once)]
+            constants = [
+                decoder.emit_constants(b, panel, above, group, b.mul(vector, i64(LANES))) for vector in vectors
+            ]
             places = [offset(b, sums, b.mul(vector, i64(_VECTOR_BYTES))) for vector in vectors]
             totals = [cgutils.alloca_once(b, VF) for _ in vectors]
             for total, place in zip(totals, places, strict=True):
                 b.store(emit_load(b, place, DTYPE_F32), total)
             with for_range(b, chunks) as loop:
-                chunk = _Chunk(b, decoder, offset(b, codes, b.mul(loop.index, i64(layout.chunk))), constants, vectors)
+                at = offset(b, codes, b.mul(loop.index, i64(layout.chunk)))
+                chunk = _Chunk(b, decoder, at, vectors, constants)
                 inputs = offset(b, x, b.mul(loop.index, i64(4 * layout.inputs)))
                 if layout.bits in _PREFETCHED_BITS:
                     chunk.prefetch(_PREFETCH_BYTES)
@@ -114,7 +114,7 @@ def row_tile(decoder: Decoder) -> Any:
             for total, place in zip(totals, places, strict=True):
                 emit_store(b, b.load(total), place)
 
-    return make_void_intrinsic("grouped_row", 5, emit)
+    return make_void_intrinsic("grouped_row", 7, emit)
 
 
 def weights_tile(decoder: Decoder) -> Any:
@@ -127,7 +127,10 @@ def weights_tile(decoder: Decoder) -> Any:
             at = offset(b, codes, b.mul(loop.index, i64(layout.chunk)))
             row = offset(b, y, b.mul(loop.index, i64(4 * PANEL * layout.inputs)))
             row = offset(b, row, b.mul(vectors.index, i64(_VECTOR_BYTES)))
-            for index, (weight,) in enumerate(_Chunk(b, decoder, at, constants, [vectors.index]).weights()):
+            held = offset(b, constants, b.mul(vectors.index, i64(decoder.constants * _VECTOR_BYTES)))
+            places = (offset(b, held, i64(index * _VECTOR_BYTES)) for index in range(decoder.constants))
+            numbers = [emit_load(b, place, DTYPE_F32) for place in places]
+            for index, (weight,) in enumerate(_Chunk(b, decoder, at, [vectors.index], [numbers]).weights()):
                 emit_store(b, weight, offset(b, row, i64(4 * PANEL * index)))
 
     return make_void_intrinsic("grouped_weights", 4, emit)
