@@ -4,7 +4,6 @@ Each method has a function here that turns its fields into formats of `formats/`
 count, and for fp8 and int8 how inputs are quantised; fields about how weights were found or are computed are not read.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from caraserve.model.formats.fp8 import Fp8
 from caraserve.model.formats.gptq import Gptq
 from caraserve.model.formats.mxfp4 import MXFP4
 from caraserve.model.formats.scaled_codes import BlockCodes, Inputs
+from caraserve.model.name_patterns import PatternError, name_pattern
 
 _EXPERTS = (r"re:.*\.experts\.",)  # what `mxfp4` converts
 _LINEAR, _PATTERN = "Linear", "re:"  # a class of modules; the prefix of a regular expression over names
@@ -29,15 +29,18 @@ _HEAD = "lm_head"
 class Quantization:
     """The quantised modules of a checkpoint. `groups`: (targets, format), None for modules that stay numbers; targets
     and `ignore` are module names, regular expressions after `re:` that match from a name's start, or `Linear` for all
-    linear modules."""
+    linear modules. `ignored_parts`: words of names, with the dots between them, of which one is enough."""
 
     groups: tuple[tuple[tuple[str, ...], WeightFormat | None], ...]
     ignore: tuple[str, ...]
+    ignored_parts: tuple[str, ...] = ()
 
     def format_of(self, *names: str, is_linear: bool = True) -> WeightFormat | None:
         """Returns the format of a module by the whole names that it may have, as `model.layers.0.mlp.up_proj`; None if
         it is not quantised. Names come before regular expressions, and these before `Linear`."""
         if any(_rank(target, name, is_linear) is not None for target in self.ignore for name in names):
+            return None
+        if any(f".{part.strip('.')}." in f".{name}." for part in self.ignored_parts for name in names):
             return None
         found = [
             (rank, index)
@@ -54,7 +57,10 @@ def _rank(target: str, module: str, is_linear: bool) -> int | None:
     if target == module:
         return 0
     if target.startswith(_PATTERN):
-        return 1 if re.match(target.removeprefix(_PATTERN), module) else None
+        try:
+            return 1 if name_pattern(target.removeprefix(_PATTERN)).matches(module) else None
+        except PatternError as error:
+            raise ModelLoadError(f"config.json: quantization_config: {target!r:.200} {error}") from None
     return 2 if target == _LINEAR and is_linear else None
 
 
@@ -107,7 +113,7 @@ def _fp8(section: Mapping[str, Any], dtype: Dtype) -> Quantization:
     scheme = section.get("activation_scheme")
     if not isinstance(scheme, str) or scheme not in schemes:
         raise NotRead(f"activation_scheme {scheme!r:.200}", "dynamic or static")
-    ignore = (*_names(section, "ignored_layers"), *_parts(section, "modules_to_not_convert"))
+    ignore, parts = _names(section, "ignored_layers"), _strings(section, "modules_to_not_convert")
     form: WeightFormat = Fp8(schemes[scheme])
     blocks = section.get("weight_block_size")
     if blocks:
@@ -116,7 +122,7 @@ def _fp8(section: Mapping[str, Any], dtype: Dtype) -> Quantization:
         rows, group = blocks
         form = BlockCodes.of(Code.F8_E4M3, rows, group, ".weight_scale_inv")
     # In this format the head is never quantised, whether the list has it or not.
-    return Quantization((((_LINEAR,), form),), (*ignore, _HEAD))
+    return Quantization((((_LINEAR,), form),), (*ignore, _HEAD), parts)
 
 
 def _mxfp4(section: Mapping[str, Any], dtype: Dtype) -> Quantization:
@@ -146,7 +152,7 @@ def _gptq(section: Mapping[str, Any], dtype: Dtype) -> Quantization:
             raise NotRead(f"dynamic of {pattern!r:.200} {changes!r:.200}", "an object")
     groups.append(((_LINEAR,), _gptq_format(section)))
     head = () if section.get("lm_head") is True else (_HEAD,)
-    return Quantization(tuple(groups), (*_parts(section, "modules_to_not_convert"), *head))
+    return Quantization(tuple(groups), head, _strings(section, "modules_to_not_convert"))
 
 
 def _gptq_format(section: Mapping[str, Any]) -> Gptq:
@@ -179,7 +185,7 @@ def _awq(section: Mapping[str, Any], dtype: Dtype) -> Quantization:
             raise NotRead(f"{key} {found!r:.200} of AWQ", repr(right))
     size = section.get("group_size", section.get("q_group_size", 128))
     form = Awq.of(_group_size({"group_size": size}))
-    return Quantization((((_LINEAR,), form),), (*_parts(section, "modules_to_not_convert"), _HEAD))
+    return Quantization((((_LINEAR,), form),), (_HEAD,), _strings(section, "modules_to_not_convert"))
 
 
 def _bitsandbytes(section: Mapping[str, Any], dtype: Dtype) -> Quantization:
@@ -197,8 +203,8 @@ def _bitsandbytes(section: Mapping[str, Any], dtype: Dtype) -> Quantization:
             raise NotRead(f"bnb_4bit_quant_storage {storage!r:.200}", "uint8")
         form = FourBits.of(table, dtype)
     # Without a list the library leaves the head as it is.
-    skipped = _parts(section, "llm_int8_skip_modules") or (_HEAD,)
-    return Quantization((((_LINEAR,), form),), skipped)
+    skipped = _strings(section, "llm_int8_skip_modules") or (_HEAD,)
+    return Quantization((((_LINEAR,), form),), (), skipped)
 
 
 _METHODS: Mapping[str, Callable[[Mapping[str, Any], Dtype], Quantization]] = {
@@ -228,11 +234,6 @@ def _flag(section: Mapping[str, Any], key: str, default: bool) -> bool:
     return found
 
 
-def _parts(fields: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Returns patterns for the modules of which a list has the names, or whole words in the middle of them."""
-    return tuple(rf"{_PATTERN}(.*\.)?{re.escape(name.strip('.'))}(\.|$)" for name in _strings(fields, key))
-
-
 def _names(fields: Mapping[str, Any], key: str) -> tuple[str, ...]:
     names = _strings(fields, key)
     for name in names:
@@ -250,7 +251,7 @@ def _strings(fields: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 def _checked_pattern(key: str, pattern: str) -> str:
     try:
-        re.compile(pattern)
-    except re.error as error:
-        raise NotRead(f"{key} {_PATTERN + pattern!r:.200}", f"regular expressions ({error})") from None
+        name_pattern(pattern)
+    except PatternError as error:
+        raise NotRead(f"{key} {_PATTERN + pattern!r:.200}, which {error},", "a regular expression") from None
     return pattern
