@@ -415,6 +415,13 @@ def dummy_reader(seed: int, dtype: Dtype) -> TensorReader:
     return _DummyTensors(seed, dtype)
 
 
+def _not_made(tensor: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"{tensor}: random weights of its format are not made on a CPU, only numbers, fp8, int8 and the experts of "
+        "GPT-OSS; serve the checkpoint's own, without --load-format dummy"
+    )
+
+
 class _DummyTensors:
     """The tensors of a model that has no files."""
 
@@ -439,10 +446,10 @@ class _DummyTensors:
         raise ModelLoadError(f"{name}: random weights are not made in the blocks of GGUF files")
 
     def words(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint32]:
-        raise ModelLoadError(f"{name}: random weights are not made in words of packed codes")
+        raise _not_made(name)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        return ()
+        raise _not_made(name)  # only formats that are packed, or described in a file, ask
 
     def scales(self, module: str, outputs: int) -> Floats:
         return np.full(outputs, _DUMMY_STD / _DUMMY_CODE, np.float32)

@@ -15,9 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from caraserve.cpu.weights import dummy_reader, load_model
+from caraserve.errors import AdapterRejected, ModelLoadError
+from caraserve.lora.peft import inspect_adapter, read_adapter
+from caraserve.model.base_tensors import BaseTensors
+from caraserve.model.dtype import Dtype
 from caraserve.model.families import load_plan
 from tests.oracle import packed_weights as weights
-from tests.oracle.models import make_adapters, make_model, prompt_of
+from tests.oracle.models import make_adapter, make_adapters, make_model, prompt_of
 from tests.oracle.oracle import Oracle
 from tests.oracle.packed_weights import Make
 from tests.oracle.subject import KINDS as ADAPTERS
@@ -180,3 +185,38 @@ async def test_packed_checkpoints_answer_like_their_numbers(
     async with running(model_config(packed, "float32"), lora_config(adapters), engine_config()) as engine:
         answers = await asyncio.gather(*(submit(engine, *each, max_tokens=8) for each in asked))
     oracle.check_answers(asked, answers)
+
+
+def image(base: Path, adapter: Path) -> bytes:
+    """Returns the bytes of an adapter as they lie on a device."""
+    plan = load_plan(base)
+    tensors = BaseTensors(base, plan)
+    into = np.zeros(inspect_adapter(adapter, plan, tensors).num_bytes, np.uint8)
+    return bytes(read_adapter(adapter, plan, into, tensors).data)
+
+
+@pytest.mark.parametrize("case", ["gptq", "compressed-tensors", "bitsandbytes nf4, double quantisation"])
+def test_adapters_that_need_the_base_are_those_over_its_numbers(case: str, source: Path, tmp_path: Path) -> None:
+    """DoRA divides by norms of the base's weights; rows of the head are compared with the base's."""
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    write(source, packed, CASES[case], plain)
+    adapter = make_adapter(tmp_path / "dora", plain, rank=4, seed=3, dora=True, saved={"lm_head": [3, 5]})
+    assert image(packed, adapter) == image(plain, adapter)
+
+
+@pytest.mark.parametrize("case", ["gptq", "fp8", "bitsandbytes fp4"])
+def test_a_copy_of_quantised_weights_is_refused_by_its_name(case: str, source: Path, tmp_path: Path) -> None:
+    packed = write(source, tmp_path / "packed", CASES[case])
+    saved = {"targets": ["q_proj"], "saved": {"k_proj": [3]}}
+    with pytest.raises(AdapterRejected, match=r"tensor .*model\.layers\.0\.self_attn\.k_proj\.weight"):
+        image(packed, make_adapter(tmp_path / "adapter", source, rank=4, seed=3, **saved))
+
+
+@pytest.mark.parametrize("case", ["gptq", "awq", "bitsandbytes int8", "bitsandbytes fp4"])
+def test_random_weights_of_packed_formats_are_refused_by_name(case: str, source: Path, tmp_path: Path) -> None:
+    plan = load_plan(write(source, tmp_path / "packed", CASES[case]))
+    says = (
+        r"^model\.layers\.0\.self_attn\.q_proj\..*: random weights of its format are not made .* without --load-format"
+    )
+    with pytest.raises(ModelLoadError, match=says):
+        load_model(plan, Dtype.F32, 64, dummy_reader(0, Dtype.F32), lambda: None)
