@@ -14,9 +14,11 @@ from caraserve.cpu.linear.plain import KERNELS as PLAIN
 from caraserve.cpu.structs import SITE
 from caraserve.cpu.weight_memory import WeightMemory
 from caraserve.errors import ModelLoadError
-from caraserve.model.dtype import Code, Dtype, decoded, rounded
+from caraserve.model.dtype import Code, Dtype, rounded
 from caraserve.model.formats import Matrix
+from caraserve.model.formats.bitsandbytes import TABLES
 from caraserve.model.formats.grouped import (
+    FP4,
     INTEGERS_4,
     INTEGERS_5,
     INTEGERS_8,
@@ -27,15 +29,11 @@ from caraserve.model.formats.grouped import (
     centred,
     values_of,
 )
+from caraserve.model.formats.scaled_codes import CODES
 from caraserve.util.units import align_up, ceil_div
 
 Floats = NDArray[np.float32]
-_HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_FP4 = (*_HALVES, *(-value for value in _HALVES))
 _CURVE = tuple(float(value) for value in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
-_NORMAL = tuple(np.tanh(np.linspace(-2, 2, 16, dtype=np.float32)).tolist())  # no value is a multiple of another
-_E4M3 = decoded(np.arange(256, dtype=np.uint8), Code.F8_E4M3)
-_FP8 = tuple(np.where(np.isnan(_E4M3), np.copysign(480.0, _E4M3), _E4M3).tolist())  # readers refuse codes of no value
 KINDS = {  # and inputs of a group
     "centred": (GroupedCodes(4, centred(4), Scale.F16), 32),
     "added": (GroupedCodes(4, INTEGERS_4, Scale.F16, Offset.ADDED), 32),
@@ -47,11 +45,11 @@ KINDS = {  # and inputs of a group
     "zeros, rounded": (GroupedCodes(4, INTEGERS_4, Scale.F16, Offset.ZERO, Dtype.F16), 64),
     "curve": (GroupedCodes(4, _CURVE, Scale.F16), 32),
     "curve, nested": (GroupedCodes(4, _CURVE, Scale.NESTED), 16),
-    "halves and powers": (GroupedCodes(4, _FP4, Scale.E8M0), 32),
-    "halves and divisors": (GroupedCodes(4, _FP4, Scale.E4M3), 16),
-    "numbers, rounded": (GroupedCodes(4, _NORMAL, Scale.F32, Offset.NONE, Dtype.BF16), 64),
-    "fp8": (GroupedCodes(8, _FP8, Scale.F32), 128),
-    "int8": (GroupedCodes(8, tuple(np.arange(256, dtype=np.uint8).view(np.int8).astype(float)), Scale.F32), 4096),
+    "halves and powers": (GroupedCodes(4, FP4, Scale.E8M0), 32),
+    "halves and divisors": (GroupedCodes(4, FP4, Scale.E4M3), 16),
+    "numbers, rounded": (GroupedCodes(4, TABLES["nf4"], Scale.F32, Offset.NONE, Dtype.BF16), 64),
+    "fp8": (CODES[Code.F8_E4M3], 128),
+    "int8": (CODES[Code.I8], 4096),
 }
 
 
@@ -140,6 +138,9 @@ def check(kind: GroupedCodes, matrix: Matrix, outputs: int, inputs: int) -> None
         x, y = rng.standard_normal((rows, inputs), np.float32), rng.standard_normal((rows, width), np.float32)
         found, expected = codes.multiply(x, y, add), plain.multiply(np.ascontiguousarray(x[:, order]), y, add)
         assert found[:, :outputs].tobytes() == expected[:, :outputs].tobytes()
+        exact = add * y[:, :outputs].astype(np.float64) + x.astype(np.float64) @ values.T
+        size = add * np.abs(y[:, :outputs]) + np.abs(x) @ np.abs(values.T)
+        assert (np.abs(found[:, :outputs] - exact) <= 1e-5 * size).all()
     assert (codes.row(outputs - 1) == values[-1]).all()  # a zero may have another sign
     last = values[PANEL * (outputs // PANEL) :, order]
     assert (codes.expanded(outputs // PANEL)[: len(last)] == last).all()

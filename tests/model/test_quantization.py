@@ -18,9 +18,10 @@ from caraserve.model.formats.fp8 import Fp8
 from caraserve.model.formats.int8 import Int8
 from caraserve.model.formats.plain import PLAIN
 from caraserve.model.formats.scaled_codes import Inputs, ScaledCodes
-from caraserve.model.quantization import Quantization, parse_quantization
+from caraserve.model.quantization import _METHODS, Quantization, parse_quantization
 from tests.oracle.models import make_model
 from tests.oracle.quantized import KINDS, PER_TOKEN, STATIC, compressed, dequantize, quantize
+from tests.oracle.test_packed_formats import CASES
 
 UP = "model.layers.0.mlp.up_proj"
 BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -149,6 +150,9 @@ REFUSED = {
     "gptq order": (GPTQ | {"desc_act": "yes"}, "desc_act 'yes' is not read; true or false is"),
     "dynamic pattern": (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic 're:\(', which"),
     "dynamic bits": (GPTQ | {"dynamic": {"x": {"bits": 2}}}, "bits 2 of GPTQ"),
+    "gptq for bitblas": (GPTQ | {"checkpoint_format": "bitblas"}, "checkpoint_format 'bitblas'"),
+    "gptq, rotated": (GPTQ | {"rotation": "hadamard"}, "rotation 'hadamard' is not read; none is"),
+    "gptq of 2 bits": (GPTQ | {"bits": 2}, "bits 2 of GPTQ is not read; 4 or 8 is"),
     "awq gemv": (AWQ | {"version": "GEMV"}, "version 'gemv' of AWQ is not read; 'gemm' is"),
     "awq marlin": (AWQ | {"version": "marlin"}, "version 'marlin' of AWQ"),
     "awq exllama": (AWQ | {"version": "exllama"}, "version 'exllama' of AWQ"),
@@ -177,6 +181,31 @@ def test_what_cannot_be_served_is_refused_in_one_line_that_says_what_can(section
     message = refused.value.message
     assert "\n" not in message
     assert re.search(r" is not read; .+ (?:is|are)$", message)
+
+
+_ROW = re.compile(r"^\| `([a-z0-9-]+)` \| (.*) \| (.*?) ?\|$", re.MULTILINE)
+_PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+_TABLE = _ROW.findall(_PAGE.partition("\n## Quantised checkpoints\n")[2].partition("\n## ")[0])
+
+
+def words_of(cell: str) -> set[str]:
+    return set(re.findall("`([^`]+)`", cell))
+
+
+def test_the_table_of_the_documentation_has_each_method_once() -> None:
+    assert sorted(method for method, _, _ in _TABLE) == sorted(_METHODS)
+
+
+@pytest.mark.parametrize(("method", "read", "refused"), _TABLE, ids=[row[0] for row in _TABLE])
+def test_what_the_documentation_names_is_tested(method: str, read: str, refused: str) -> None:
+    """By a whole model, and by a refusal."""
+    cases = [case for case in CASES.values() if case.section["quant_method"] == method]
+    made = [make(32, 64, np.random.default_rng(0))[0] for case in cases for make in case.makes.values()]
+    tested = [str([case.section for case in cases]), *(name for tensors in made for name in tensors)]
+    assert {word for word in words_of(read) if not any(word in one for one in tested)} == set()
+    sections = [str(section) for section, _ in REFUSED.values() if isinstance(section, dict)]
+    ours = " ".join(section for section in sections if f"'quant_method': '{method}'" in section)
+    assert {word for word in words_of(refused) if f"'{word}'" not in ours.lower()} == set()
 
 
 def test_sections_that_change_nothing_are_accepted() -> None:
