@@ -171,7 +171,7 @@ def _two_bits(blocks: Bytes, at: int) -> Bytes:
     """Returns the codes of 64 bytes with four each: of 32 bytes first the lowest bits."""
     packed = blocks[:, at : at + 64].reshape(-1, 2, 1, 32)
     shifts = np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
-    return (packed >> shifts & 3).reshape(-1, 256)
+    return (packed >> shifts & np.uint8(3)).reshape(-1, 256)
 
 
 def _q2_k(blocks: Bytes) -> Arrays:
