@@ -23,7 +23,7 @@ from tests.processes import Server, fleet, free_ports, tiny_adapter, until
 NAMES = [f"tiny-{index}" for index in range(500)]
 # A placement copies the unused in the order of their names, and so these last.
 FIRST, SECOND, UNUSED = "tiny-7", "tiny-8", "tiny-9"
-SAMPLE = random.Random(0).sample(NAMES[400:], 30)
+SAMPLE = random.Random(0).sample(NAMES[400:], 10)
 AT_ONCE = 8  # requests
 
 

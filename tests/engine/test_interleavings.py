@@ -114,7 +114,7 @@ def answer_to(active: ActiveRequest) -> list[int]:
 
 
 @pytest.mark.parametrize("run", RUNS)
-@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), data=st.data())
 def test_no_interleaving_changes_a_token_and_a_failure_fails_only_its_own_requests(
     run: str, seed: int, data: st.DataObject

@@ -132,7 +132,7 @@ async def test_an_adapter_that_leaves_less_than_a_request_needs_is_refused() -> 
         assert room.excess(121) > 0
 
 
-@settings(max_examples=16)
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**32),
     spare=st.sampled_from([0, 40, 130, 300]),

@@ -28,9 +28,16 @@ class Made:
     adapters: dict[str, tuple[Path, NDArray[np.float64]]]
 
 
+def configured(case: Case) -> Any:
+    """Returns the configuration of a case, which names the class of its model."""
+    config = getattr(transformers, f"{case.config}Config")(**arguments_of(case))
+    config.architectures = [case.model]
+    return config
+
+
 def make(case: Case, folder: Path) -> Made:
     """Saves the model of a case and two adapters: of all linear modules, and of those of one layer."""
-    config = getattr(transformers, f"{case.config}Config")(**arguments_of(case))
+    config = configured(case)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, case.model)(config).eval()

@@ -48,7 +48,7 @@ async def test_no_interleaving_changes_a_token(name: str, tmp_path: Path) -> Non
     save_tokenizer(made.folder, with_bos=False)
     adapters = {adapter: folder for adapter, (folder, _) in made.adapters.items()}
     oracle = Oracle(made.folder, adapters, getattr(transformers, case.model))
-    asked = [(prompt, rng.choice((None, "all", "last"))) for prompt in prompts(rng, 12, made.folder)]
+    asked = [(prompt, rng.choice((None, "all", "last"))) for prompt in prompts(rng, 8, made.folder)]
     blocks = 8 * 16 * load_plan(made.folder).kv_bytes_per_token(4)
     settings = engine_config(seqs=6, step_tokens=24, kv_bytes=blocks, threads=2)
     lora = lora_config(adapters, device_bytes=1 << 20, mode="ondemand")

@@ -98,7 +98,7 @@ def test_every_mode_answers_like_peft(subject: Subject, mode: str, last: Lane | 
     """The memory holds about three adapters, which are loaded, evicted and moved while the KV cache grows and
     shrinks."""
     rng = random.Random(f"{mode} {last}")
-    asked = some_requests(rng, [None, *subject.adapters], 12)
+    asked = some_requests(rng, [None, *subject.adapters], 8)
     granules, gap_s = 64 if mode in PRELOADED_MODES else 24, rng.choice((0.0, 0.02))
     seed = rng.randrange(1 << 30)
     answers = ask(subject, asked, 5, mode=mode, pool_granules=granules, gap_s=gap_s, seed=seed, last=last)

@@ -99,7 +99,7 @@ def workloads(draw: st.DrawFn) -> list[tuple[list[int], str | None, int, bool]]:
     return requests
 
 
-@settings(max_examples=33, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(
     requests=workloads(),
     family=st.sampled_from(FAMILIES),

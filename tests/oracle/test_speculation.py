@@ -66,7 +66,7 @@ def without_times(answer: Answer) -> tuple[object, ...]:
     return answer.text, answer.token_ids, answer.logprobs, answer.prompt_logprobs, counts
 
 
-@settings(max_examples=16, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(
     asked=requests(),
     family=st.sampled_from(FAMILIES),

@@ -52,7 +52,7 @@ def detokenizer(kind: str, prompt: list[int], stop: tuple[str, ...] = (), *, inc
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(text=st.text(alphabet="the cat☕é日本🙂 ,x\n", min_size=1, max_size=40), cut=st.integers(0, 40))
 def test_the_emitted_parts_join_to_the_whole_text(kind: str, text: str, cut: int) -> None:
     """For any text and any border between prompt and output: what comes is what decoding all of it adds."""
@@ -68,7 +68,7 @@ def test_the_emitted_parts_join_to_the_whole_text(kind: str, text: str, cut: int
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_tokens_without_text_do_not_change_later_text(kind: str, data: st.DataObject) -> None:
     """A sampled special or unknown token must not cost the next word its space."""

@@ -124,7 +124,7 @@ def cases(draw: st.DrawFn) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(cases(), st.integers(0, 3000))
 def test_orders_and_what_follows_refusals_equal_the_servers(
     name: str, case: Mapping[str, Any], elapsed_ms: int

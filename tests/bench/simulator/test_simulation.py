@@ -77,7 +77,7 @@ def run(
 # --- against the plain reference ---
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.tuples(st.integers(0, 300), st.integers(-1, 3), st.integers(1, 60), st.integers(1, 25)),

@@ -151,4 +151,4 @@ class Cluster(RuleBasedStateMachine):
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=16, stateful_step_count=30, print_blob=True)
+TestCluster.settings = settings(max_examples=10, stateful_step_count=30, print_blob=True)

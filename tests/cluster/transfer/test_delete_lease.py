@@ -82,7 +82,7 @@ class HoldersOfOneDigest(RuleBasedStateMachine):
 
 
 TestHoldersOfOneDigest = HoldersOfOneDigest.TestCase
-TestHoldersOfOneDigest.settings = settings(max_examples=120, stateful_step_count=40)
+TestHoldersOfOneDigest.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def two_holders() -> tuple[DeleteLeases, DeleteLeases]:

@@ -26,9 +26,9 @@ SHARED_OF_AN_SM = {"sm_80": 164 << 10, "sm_86": 100 << 10, "sm_89": 100 << 10, "
 READ = ("sm_80", "sm_90")  # their instructions are checked; architectures between have those of one of them
 OF_ACTIVATIONS = ("bgmv", "handoff", "sampling")
 # One dtype shows whether an architecture's registers are enough: a dtype changes no more than how x is read and y
-# written, which one architecture shows. A unit takes up to 5 s.
-# sm_89 has the instructions, registers and shared memory of sm_86. These units take a second to four.
-ALIKE = ("sm_89",)
+# written, which one architecture shows. A unit takes up to 5 s, so these alone are compiled at every change: the oldest
+# architecture and the first with the newest instructions that the kernels use, in two dtypes.
+ALWAYS = {(Dtype.F32, "sm_80"), (Dtype.BF16, "sm_90")}
 UNITS = [
     *(Unit(source, Dtype.BF16, arch) for source in OF_ACTIVATIONS for arch in ARCHES),
     *(Unit(source, *other) for source in OF_ACTIVATIONS for other in ((Dtype.F32, "sm_80"), (Dtype.F16, "sm_90"))),
@@ -39,7 +39,7 @@ BGMV, HANDOFF, SAMPLING = ([unit for unit in UNITS if unit.source == source] for
 
 def marked(units: list[Unit]) -> list[Any]:
     """Returns units as parameters; those that are like another one are only compiled when kernels change."""
-    slow = [unit for unit in units if unit.arch in ALIKE and unit.source in OF_ACTIVATIONS]
+    slow = [unit for unit in units if unit.source in OF_ACTIVATIONS and (unit.activation, unit.arch) not in ALWAYS]
     return [pytest.param(unit, marks=pytest.mark.slow) if unit in slow else unit for unit in units]
 
 
@@ -67,7 +67,7 @@ def instructions(code: bytes) -> dict[str, list[str]]:
     return cubin.instructions(code)
 
 
-@pytest.mark.parametrize("unit", [unit for unit in BGMV if unit.arch in READ], ids=named)
+@pytest.mark.parametrize("unit", marked([unit for unit in BGMV if unit.arch in READ]), ids=named)
 def test_weights_are_read_in_wide_loads_that_bypass_l1(unit: Unit) -> None:
     """Eight loads in flight for each of the three weight dtypes, none of them narrower."""
     for name, code in instructions(compiled(unit).cubin).items():
@@ -125,7 +125,7 @@ def test_a_multiprocessor_holds_a_sampling_block_of_1024_threads(unit: Unit) -> 
         assert kernel.shared_bytes <= 48 << 10  # more must be asked for at the launch
 
 
-@pytest.mark.parametrize("unit", [unit for unit in SAMPLING if unit.arch in READ], ids=named)
+@pytest.mark.parametrize("unit", marked([unit for unit in SAMPLING if unit.arch in READ]), ids=named)
 def test_sampling_reads_rows_in_vectors_and_counts_in_shared_memory(unit: Unit) -> None:
     code = instructions(compiled(unit).cubin)
     for name, width in (("sample_tokens", ".128"), ("score_tokens", ".128" if unit.activation is Dtype.F32 else ".64")):
@@ -136,14 +136,14 @@ def test_sampling_reads_rows_in_vectors_and_counts_in_shared_memory(unit: Unit) 
     assert counted
 
 
-@pytest.mark.parametrize("unit", [unit for unit in SAMPLING if unit.arch in READ], ids=named)
+@pytest.mark.parametrize("unit", marked([unit for unit in SAMPLING if unit.arch in READ]), ids=named)
 def test_penalties_and_temperatures_divide_as_the_cpu_does(unit: Unit) -> None:
     """A quotient that is off in the last bit may choose another token."""
     quotients = set(re.findall(r"\b(?:div|rcp)\.[\w.]*f32", compiled(unit).ptx))
     assert quotients == {"div.rn.f32", "rcp.rn.f32"}
 
 
-@pytest.mark.parametrize("unit", [unit for unit in HANDOFF if unit.arch in READ], ids=named)
+@pytest.mark.parametrize("unit", marked([unit for unit in HANDOFF if unit.arch in READ]), ids=named)
 def test_x_is_visible_in_host_memory_before_workers_are_asked(unit: Unit) -> None:
     """Each block: copy, system-wide fence, count. The last block: slices, fence, flags and requests with system
     scope."""
@@ -160,7 +160,7 @@ def test_x_is_visible_in_host_memory_before_workers_are_asked(unit: Unit) -> Non
         assert [at for at in fences if before < at < flag]
 
 
-@pytest.mark.parametrize("unit", [unit for unit in HANDOFF if unit.arch in READ], ids=named)
+@pytest.mark.parametrize("unit", marked([unit for unit in HANDOFF if unit.arch in READ]), ids=named)
 def test_waiting_for_workers_reads_memory_and_not_a_cache(unit: Unit) -> None:
     code = instructions(compiled(unit).cubin)
     polled = [op for op in code["handoff_wait"] if op.startswith("LD") and "STRONG.SYS" in op]

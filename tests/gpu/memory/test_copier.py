@@ -119,7 +119,7 @@ class CopierCase:
             self.driver.step()
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_no_kernel_reads_a_layer_before_its_copy(seed: int) -> None:
     random = Random(seed)

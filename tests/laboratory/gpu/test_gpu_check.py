@@ -42,10 +42,8 @@ def rehearse(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]
 
 
 # Those that take no more than 3 s each; `scripts/gpu_check --smoke --emulated` runs all in three minutes.
-QUICK = (
-    *("env", "build", "limits", "lora", "server", "handover", "llama3", "sampling", "experts", "startup"),
-    *("sanitizer", "every_kernel"),
-)
+QUICK = ("env", "build", "limits", "lora", "server", "handover", "sanitizer", "every_kernel")
+OF_KERNELS = ("limits", "llama3", "sampling", "experts", "startup")  # and the limits, which others compare with
 
 
 def test_quick_stages_and_what_the_sanitizer_runs_succeed_on_an_emulated_device(tmp_path: Path) -> None:
@@ -66,6 +64,19 @@ def test_quick_stages_and_what_the_sanitizer_runs_succeed_on_an_emulated_device(
     assert figures["server"]["beside_cached"]["auto"]["itl_p99"] == pytest.approx(1.1)
     assert figures["build"]["ahead"] == {"triton": 0, "raw": 0, "processes": 1, "errors": {}}
     assert [point["tokens"] for point in figures["handover"]["points"]] == [8]
+    assert figures["sanitizer"] == {"path": "", "runs": {}}
+    assert {"decode LoRA", "attention", "experts", "sampling", "hand-offs"} < set(figures["every_kernel"]["checks"])
+    assert "GPU check" in done.stdout
+    assert "the sum of its parts" in done.stdout
+
+
+@pytest.mark.slow
+def test_stages_that_time_kernels_and_starts_succeed_on_an_emulated_device(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--only", ",".join(OF_KERNELS))
+    assert done.returncode == 0, done.stdout + done.stderr
+    stages = json.loads((tmp_path / "result.json").read_text())["stages"]
+    assert tuple(stages) == OF_KERNELS
+    figures = {name: stage["figures"] for name, stage in stages.items()}
     assert (figures["llama3"]["long"]["tokens"], len(figures["llama3"]["long"]["chunk_ms"])) == (17, 2)
     assert set(figures["llama3"]["long"]["decode_ms"]) == {"1", "2"}
     assert [point["way"] for point in figures["sampling"]["points"]] == ["greedy", "top-p", "top-p and top-k"]
@@ -75,10 +86,6 @@ def test_quick_stages_and_what_the_sanitizer_runs_succeed_on_an_emulated_device(
     transfers = [start["parts"]["weights"] for start in figures["startup"]["starts"].values()]
     assert [transfer["num_bytes"] for transfer in transfers] == 2 * [2 * (2 * 30_848 + 2 * 160 * 64 + 64)]
     assert done.stdout.count("of the link's speed") == 2
-    assert figures["sanitizer"] == {"path": "", "runs": {}}
-    assert {"decode LoRA", "attention", "experts", "sampling", "hand-offs"} < set(figures["every_kernel"]["checks"])
-    assert "GPU check" in done.stdout
-    assert "the sum of its parts" in done.stdout
 
 
 def test_a_kernel_that_does_nothing_is_found_and_wrong_kernels_are_not_timed(tmp_path: Path) -> None:
