@@ -86,7 +86,14 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize(("words", "environment"), LINES.values(), ids=LINES)
+# By options with values of every form, and by the environment. A start takes 2 s of a core.
+ALWAYS = ("vllm", "nim")
+
+
+@pytest.mark.parametrize(
+    ("words", "environment"),
+    [pytest.param(*line, id=name, marks=() if name in ALWAYS else pytest.mark.slow) for name, line in LINES.items()],
+)
 def test_command_lines_of_other_servers_guides_work_without_torch(
     words: list[str], environment: dict[str, str]
 ) -> None:
