@@ -26,6 +26,8 @@ from tests.oracle.oracle import Oracle
 from tests.oracle.subject import KINDS, make_subject
 from tests.processes import until
 
+pytestmark = pytest.mark.slow  # of an experiment, which CI runs as a stage of the GPU check: `handover`
+
 LAYERS, CONTEXT = 2, 160
 LONG = 150  # tokens: two chunks
 ADAPTER, SLOT = "r8", 1
