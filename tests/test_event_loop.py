@@ -52,34 +52,34 @@ class Case:
 _SCORED = b'"echo":true,"logprobs":20'
 CASES = {
     "text": Case(COMPLETIONS, b'{"prompt":"%b"}', b"The sea is blue. ", 900_000),
-    "text to count": Case("/tokenize", b'{"prompt":"%b"}', b"The sea is blue. ", 120_000),
+    "text to count": Case("/tokenize", b'{"prompt":"%b"}', b"The sea is blue. ", 240_000),
     "tokens by name": Case("/tokenize", b'{"prompt":"%b","return_token_strs":true}', b"The sea is blue. ", 6_000, 200),
-    "chat": Case(CHAT, b'{"messages":[{"role":"user","content":"%b"}]}', b"The sea is blue. ", 120_000),
-    "text parts": Case(CHAT, b'{"messages":[{"role":"user","content":[%b]}]}', _TEXT_PART, 20_000),
+    "chat": Case(CHAT, b'{"messages":[{"role":"user","content":"%b"}]}', b"The sea is blue. ", 240_000),
+    "text parts": Case(CHAT, b'{"messages":[{"role":"user","content":[%b]}]}', _TEXT_PART, 10_000),
     "items": Case("/v1/responses", b'{"input":[%b]}', b'{"role":"user","content":"a"}', 16_000),
     "unused tools": Case(
         "/v1/responses",
         b'{"input":"a","max_output_tokens":1,"tool_choice":"none",'
         b'"tools":[{"type":"function","name":"f","parameters":{%b}}]}',
         b'"x%d":"The sea is blue."',
-        60_000,
+        30_000,
     ),
-    "blocks": Case("/v1/messages", b'{"max_tokens":1,"messages":[{"role":"user","content":[%b]}]}', _TEXT_PART, 20_000),
+    "blocks": Case("/v1/messages", b'{"max_tokens":1,"messages":[{"role":"user","content":[%b]}]}', _TEXT_PART, 10_000),
     "ids": Case(COMPLETIONS, b'{"prompt":[%b]}', b"10", 2_000_000),
     "ids to decode": Case("/detokenize", b'{"tokens":[%b]}', b"10", 60_000, 200),
-    "lists": Case(COMPLETIONS, b'{"prompt":[%b]}', b"[]", 100_000),
-    "biases": Case(COMPLETIONS, b'{"prompt":"a","logit_bias":{%b}}', b'"%d":1', 100_000),
-    "unknown fields": Case(COMPLETIONS, b'{"prompt":"a","max_tokens":1,%b}', b'"x%d":1', 60_000),
+    "lists": Case(COMPLETIONS, b'{"prompt":[%b]}', b"[]", 50_000),
+    "biases": Case(COMPLETIONS, b'{"prompt":"a","logit_bias":{%b}}', b'"%d":1', 50_000),
+    "unknown fields": Case(COMPLETIONS, b'{"prompt":"a","max_tokens":1,%b}', b'"x%d":1', 30_000),
     "prompts": Case(COMPLETIONS, b'{"prompt":[%b],"max_tokens":1}', b"[10]", 1024, 200),
     "logprobs": Case(COMPLETIONS, b'{"prompt":[%b],"max_tokens":30,"ignore_eos":true,"logprobs":20}', b"[10]", 40, 200),
     "prompts' logprobs": Case(
-        COMPLETIONS, b'{"prompt":[%b],"max_tokens":0,' + _SCORED + b"}", b"[10" + 99 * b",10" + b"]", 30, 200
+        COMPLETIONS, b'{"prompt":[%b],"max_tokens":0,' + _SCORED + b"}", b"[10" + 99 * b",10" + b"]", 15, 200
     ),
     "a stream's logprobs": Case(
         COMPLETIONS,
         b'{"prompt":[%b],"max_tokens":1,"stream":true,' + _SCORED + b"}",
         b"[10" + 99 * b",10" + b"]",
-        30,
+        15,
         200,
     ),
     "embeddings": Case("/v1/embeddings", b'{"input":[%b]}', b"[10]", 1024, 200),
