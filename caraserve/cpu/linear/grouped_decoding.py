@@ -273,7 +273,7 @@ class Decoder:
     def _of_joined(self, word: int, b: Any, words: Sequence[Any], constants: Sequence[Any]) -> Emit:
         @cache
         def four(parity: int) -> Emit:
-            return self._of_word(b, [emit_joined(b, *words, word, parity, self.layout.high)], constants)
+            return self._of_word(b, [emit_joined(b, words[0], words[1], word, parity, self.layout.high)], constants)
 
         return lambda index: four(index % 2)(index // 2)
 
