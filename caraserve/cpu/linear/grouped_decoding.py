@@ -63,7 +63,11 @@ def numbers_of(kind: GroupedCodes) -> tuple[Numbers, NDArray[np.uint8]]:
     order = np.argsort(values, kind="stable")
     if np.array_equal(values[order] - values[order[0]], np.arange(1 << kind.bits)):
         kept[order] = np.arange(1 << kind.bits)
-        return _integers(4 if kind.bits == 4 else 8, float(values[order[0]])), kept
+        lowest = float(values[order[0]])
+        if kind.bits in (5, 6) and _LOOKS_UP_BYTES:
+            # All in one position, codes of a group need one scale: a tenth less time in groups of 16.
+            return Numbers(((0, 0),) * 4, lambda b, word: partial(_moved_byte, b, word), lowest, at_once=1), kept
+        return _integers(4 if kind.bits == 4 else 8, lowest), kept
     if kind.bits != 4:
         raise ValueError(f"codes of {kind.bits} bits that are no integers have no kernels")
     for exponent in (0, 1):
@@ -83,6 +87,14 @@ def _integers(bits: int, lowest: float) -> Numbers:
     count, unshifted = 32 // bits, _UNSHIFTED[bits]
     places = tuple((index // unshifted * unshifted * bits, index % unshifted * bits) for index in range(count))
     return Numbers(places, lambda b, word: lambda index: _converted(b, word, places[index], bits), lowest)
+
+
+def _moved_byte(b: Any, word: Any, index: int) -> Any:
+    """Converts a byte of a word, which one instruction moves to the lowest place."""
+    kind, zero = ir.VectorType(ir.IntType(8), 4 * LANES), 4 * LANES
+    places = [4 * lane + index if byte == 0 else zero for lane in range(LANES) for byte in range(4)]
+    order = ir.Constant(ir.VectorType(I32, zero), places)
+    return b.sitofp(b.bitcast(b.shuffle_vector(b.bitcast(word, kind), ir.Constant(kind, [0] * zero), order), VI), VF)
 
 
 def _every_other(b: Any, word: Any, parity: int) -> Any:
