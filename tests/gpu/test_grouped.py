@@ -24,7 +24,7 @@ from caraserve.gpu.linear.mixed import MixedLinear
 from caraserve.gpu.weights import Weights, dummy, load, num_bytes
 from caraserve.model.dtype import Code, Dtype
 from caraserve.model.formats import Matrix, TensorReader
-from caraserve.model.formats.grouped import GroupedFormat
+from caraserve.model.formats.grouped import GroupedFormat, Scale
 from caraserve.model.linear_plan import LinearPlan, Part
 from caraserve.model.plan import DecoderPlan
 from caraserve.profiling.microbench import MeasuredBackend
@@ -37,8 +37,8 @@ from tests.plans.made_up import PLANS, VOCAB, Tensors
 from tests.serving import engine_config, lora_config, model_config
 
 CPU = torch.device("cpu")
-# Formats with groups of at most 128 inputs, which need no whole 256.
-SMALL = [kind for kind in KINDS if not kind.endswith("_K")]
+# Formats whose inputs need not be whole super groups of 256.
+SMALL = [name for name, (kind, _) in KINDS.items() if kind.scale is not Scale.NESTED]
 
 pytestmark = pytest.mark.usefixtures("torch_for_triton")
 
