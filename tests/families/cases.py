@@ -228,6 +228,7 @@ CASES: dict[str, Case] = {
     ),
     "glm": Case("Glm", "GlmForCausalLM", {"head_dim": 16}),
     "glm 4": Case("Glm4", "Glm4ForCausalLM", {"head_dim": 16}),
+    "ernie 4.5": Case("Ernie4_5", "Ernie4_5ForCausalLM", {"head_dim": 16, "use_bias": True}),
     "granite": Case("Granite", "GraniteForCausalLM", _MULTIPLIERS),
     "granite 4": Case(
         "GraniteMoeHybrid",

@@ -38,6 +38,7 @@ ARCHITECTURES = {
     "Cohere2ForCausalLM": "cohere2",
     "Glm4ForCausalLM": "glm4",
     "GlmForCausalLM": "chatglm",
+    "Ernie4_5ForCausalLM": "ernie4_5",
     "Glm4MoeForCausalLM": "glm4moe",
     "GptOssForCausalLM": "gpt-oss",
     "Starcoder2ForCausalLM": "starcoder2",

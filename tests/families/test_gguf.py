@@ -42,7 +42,7 @@ _NAMES = (
     *("phi 2", "phi 3", "phi 4 mini, short", "phi 4 mini, long", "glm 4", "glm 4.5", "granite", "granite, experts"),
     *("olmo 2", "olmo 3", "exaone 4", "exaone 4, no windows", "hunyuan", "seed-oss", "smollm 3"),
     *("cohere", "cohere, norms of heads", "cohere 2", "nemotron", "starcoder 2", "stablelm", "stablelm, parallel"),
-    *("gpt 2", "gpt-oss", "ministral 3", "qwen 3.5", "glm"),
+    *("gpt 2", "gpt-oss", "ministral 3", "qwen 3.5", "glm", "ernie 4.5"),
 )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from caraserve.errors import ModelLoadError
 from caraserve.model.families import (
     cohere,
+    ernie,
     exaone,
     gemma,
     glm,
@@ -86,6 +87,7 @@ _families = [
     Family("Phi-3, 3.5 and 4", "phi3", "Phi3ForCausalLM", phi3.plan),
     Family("GLM-4-9B", "glm", "GlmForCausalLM", glm.plan_glm),
     Family("GLM-4-0414", "glm4", "Glm4ForCausalLM", glm.plan_glm4),
+    Family("ERNIE 4.5", "ernie4_5", "Ernie4_5ForCausalLM", ernie.plan),
     Family("Granite 3", "granite", "GraniteForCausalLM", granite.plan_granite),
     Family("Granite 4 without Mamba layers", "granitemoehybrid", "GraniteMoeHybridForCausalLM", granite.plan_granite4),
     Family("OLMo 2", "olmo2", "Olmo2ForCausalLM", olmo.plan_olmo2),

@@ -121,6 +121,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         needs=("logit_scale", "attention.sliding_window"),
     ),
     "chatglm": Architecture("GlmForCausalLM", needs=("rope.dimension_count",)),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
     "glm4": Architecture("Glm4ForCausalLM", needs=("rope.dimension_count",)),
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM",
