@@ -190,12 +190,15 @@ def emit_fma(b: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def emit_reduce(b: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """Combines the lanes pairwise, halves first: the same tree everywhere."""
-    width = LANES // 2
-    while width:
-        lanes = [lane + width if lane < width else lane for lane in range(LANES)]
-        value = combine(value, b.shuffle_vector(value, value, ir.Constant(VI, lanes)))
+    """Combines the lanes pairwise, halves first: the same tree everywhere.
+
+    Each half is a vector of its own: for AVX-512, LLVM 22 gets some shuffles of all sixteen lanes wrong, of which only
+    lower ones are used (sums of int8 rows had lanes 0 and 1 twice)."""
+    width = LANES
+    while width > 1:
         width //= 2
+        starts = (ir.Constant(ir.VectorType(I32, width), list(range(start, start + width))) for start in (0, width))
+        value = combine(*[b.shuffle_vector(value, value, lanes) for lanes in starts])
     return b.extract_element(value, ir.Constant(I32, 0))
 
 
