@@ -144,17 +144,21 @@ def _build_cpu_backend(
     with kernels.shown() as compiled, counting(compiled):
         from caraserve.cpu.backend import CpuBackend, CpuSizes
         from caraserve.cpu.kv_kernels import kv_kernels
+        from caraserve.cpu.libc import return_freed_memory
         from caraserve.cpu.weights import compile_kernels, load_model, progress_steps
 
         compile_kernels(plan, rounds_rows=rounds_rows)
         kv_kernels(_kv_dtype(engine))
     dtype, context = dtype_of(plan, model.dtype), _context(plan, model)
     kv_bytes, lora_cpus = _kv_bytes(plan, context, engine), _lora_cpus(lora)
+    cores = len(os.sched_getaffinity(0))
     with progress("weights", progress_steps(plan)) as advance, _reader(model, plan, engine.seed, dtype) as read:
-        loaded = load_model(plan, dtype, context, read, advance, rounds_rows=rounds_rows)
+        loaded = load_model(
+            plan, dtype, context, read, advance, rounds_rows=rounds_rows, threads=engine.cpu_threads or cores
+        )
     seqs = engine.max_num_seqs or _CPU_SEQS
     sizes = CpuSizes(
-        threads=engine.cpu_threads or _compute_threads(len(os.sched_getaffinity(0))),
+        threads=engine.cpu_threads or _compute_threads(cores),
         num_slots=seqs,
         adapter_slots=ADAPTER_SLOTS,
         max_step_tokens=max(engine.max_num_batched_tokens or _CPU_STEP_TOKENS, seqs),
@@ -168,6 +172,7 @@ def _build_cpu_backend(
     backend = CpuBackend(plan, loaded, sizes, trace)
     with kernels.shown() as compiled, counting(compiled):
         backend.warm_up(merging=lora.mode.merges)
+    return_freed_memory()
     return backend
 
 

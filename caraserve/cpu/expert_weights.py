@@ -20,19 +20,19 @@ def expert_sites(body: Moe, read: TensorReader, make_site: MakeSite) -> NDArray[
     """Returns SITE records [experts, 3]: gate, up and down of each expert. Raises ModelLoadError."""
     tensors = _Tensors(body.experts, read)
     sites = np.zeros((body.experts, 3), structs.SITE)
-    for expert in range(body.experts):
-        for which, one in enumerate(body.tensors):
+    for which, one in enumerate(body.tensors):
+        for expert in range(body.experts):
             matrix, bias = tensors.matrix(one, expert), tensors.bias(one, expert)
             sites[expert, which] = make_site(one.format, matrix, bias, one.inputs, one.outputs)[0]
     return sites
 
 
 class _Tensors:
-    """The tensors of one layer's experts. A tensor of all experts is read once."""
+    """The tensors of one layer's experts. A tensor of all experts is read once, and kept until the next one is."""
 
     def __init__(self, experts: int, read: TensorReader) -> None:
         self._experts, self._read = experts, read
-        self._stacked: dict[str, Matrix] = {}
+        self._stacked: tuple[str, Matrix] | None = None
         self._biases: dict[str, Floats] = {}
 
     def matrix(self, one: ExpertTensor, expert: int) -> Matrix:
@@ -58,7 +58,8 @@ class _Tensors:
     def _stored(self, one: ExpertTensor, expert: int, shape: tuple[int, int]) -> Matrix:
         if "{expert}" in one.tensor:
             return one.format.read(self._read, one.tensor.format(expert=expert).removesuffix(".weight"), shape)
-        if one.tensor not in self._stacked:
-            self._stacked[one.tensor] = one.format.read_stacked(self._read, one.tensor, (self._experts, *shape))
-        of_all = self._stacked[one.tensor]
+        if self._stacked is None or self._stacked[0] != one.tensor:
+            self._stacked = None
+            self._stacked = one.tensor, one.format.read_stacked(self._read, one.tensor, (self._experts, *shape))
+        of_all = self._stacked[1]
         return replace(of_all, arrays={name: array[expert] for name, array in of_all.arrays.items()})

@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Sequence
+from threading import RLock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from caraserve.util.units import align_up, ceil_div
 
 Raw = NDArray[np.generic]
 
-_CHUNK_BYTES = 32 << 20
+_CHUNK_BYTES = 256 << 20  # of which half a huge page is wasted at the end; only pages that are written take memory
 HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -69,9 +70,11 @@ def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
 
 
 class WeightMemory:
-    """Allocates aligned arrays in chunks of 32 MiB and more; keeps them alive. Methods return addresses."""
+    """Allocates aligned arrays in chunks of 256 MiB and more; keeps them alive. Methods return addresses. Several
+    threads may call them at once."""
 
     def __init__(self) -> None:
+        self._lock = RLock()
         self._chunks: list[NDArray[np.uint8]] = []
         self._used = 0
         self._orders: dict[bytes, int] = {}
@@ -116,9 +119,10 @@ class WeightMemory:
     def order(self, inputs: Sequence[int]) -> int:
         """Copies the inputs of columns, int32; equal ones share an address."""
         array = np.asarray(inputs, np.int32)
-        if (key := array.tobytes()) not in self._orders:
-            self._orders[key] = self.rows(array)
-        return self._orders[key]
+        with self._lock:
+            if (key := array.tobytes()) not in self._orders:
+                self._orders[key] = self.rows(array)
+            return self._orders[key]
 
     def records(self, records: NDArray[np.void]) -> int:
         """Copies one record or more."""
@@ -131,9 +135,10 @@ class WeightMemory:
     def _allocate(self, num_bytes: int) -> NDArray[np.uint8]:
         """Returns zeroed bytes, which begin on a cache line."""
         size = align_up(num_bytes, ALIGN_BYTES)
-        if not self._chunks or self._used + size > self._chunks[-1].size:
-            self._chunks.append(huge_pages(max(size, _CHUNK_BYTES)))
-            self._used = 0
-        array = self._chunks[-1][self._used : self._used + num_bytes]
-        self._used += size
-        return array
+        with self._lock:
+            if not self._chunks or self._used + size > self._chunks[-1].size:
+                self._chunks.append(huge_pages(max(size, _CHUNK_BYTES)))
+                self._used = 0
+            array = self._chunks[-1][self._used : self._used + num_bytes]
+            self._used += size
+            return array

@@ -3,7 +3,9 @@
 Modules are cut into their parts here, so that kernels see sites: outputs of one role, from a panel's start.
 """
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +34,8 @@ Floats = NDArray[np.float32]
 
 _DUMMY_STD, _DUMMY_CODE = 0.02, 32.0  # of numbers, and of the values of codes
 _DUMMY_SCALE = 120  # of MXFP4: 2^-7, about the deviation over that of the codes' values
+_READING_BYTES = 2 << 30  # for tensors on the way from files to panels
+_BYTES_PER_WEIGHT = 4  # of them: as stored, as codes of one byte or as fp32, and of the next tensor as stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,15 @@ def load_model(
     progress: Callable[[], None],
     *,
     rounds_rows: bool = False,
+    threads: int = 1,
 ) -> LoadedModel:
     """Reads and packs each tensor once. Calls `progress` after each layer and after the embeddings. `rounds_rows`: rows
-    are rounded to int8 for products with quantised weights.
+    are rounded to int8 for products with quantised weights. `threads`: how many layers are read at once, if memory for
+    all their tensors is small.
 
     Raises ModelLoadError, also for layers that this backend cannot compute."""
     _check(plan)
-    return _Loader(plan, dtype, max_context, read, rounds_rows).load(progress)
+    return _Loader(plan, dtype, max_context, read, rounds_rows).load(progress, min(threads, _most_at_once(plan)))
 
 
 def progress_steps(plan: DecoderPlan) -> int:
@@ -88,6 +94,15 @@ def _check(plan: DecoderPlan) -> None:
             raise ModelLoadError(f"layer {index} has more than one attention or delta net; the CPU computes one")
 
 
+def _most_at_once(plan: DecoderPlan) -> int:
+    """Returns how many layers may be read at once for memory's sake."""
+    sizes = [linear.inputs * linear.outputs for layer in plan.layers for linear in layer.linears]
+    sizes += [
+        moe.experts * one.inputs * (one.stored_outputs or one.outputs) for moe in plan.moes for one in moe.tensors
+    ]
+    return max(1, _READING_BYTES // (_BYTES_PER_WEIGHT * max(sizes)))
+
+
 class _Loader:
     """Fills the records of one model."""
 
@@ -101,14 +116,17 @@ class _Loader:
         self._kv_numbers = 0  # in a KV block
         self._ropes = {rope: self._rope(rope) for rope in plan.ropes}
 
-    def load(self, progress: Callable[[], None]) -> LoadedModel:
+    def load(self, progress: Callable[[], None], threads: int) -> LoadedModel:
         plan = self._plan
         layers = np.zeros(len(plan.layers), structs.LAYER)
         sites = np.zeros((len(plan.layers), plan.most_sites), structs.SITE)
-        for index, layer in enumerate(plan.layers):
-            self._sites(layer, sites[index])
-            layers[index] = self._layer(index, layer)
-            progress()
+        pool = ThreadPoolExecutor(threads, "caraserve-load")
+        try:
+            for index, experts in enumerate(pool.map(self._matrices, plan.layers, sites)):
+                layers[index] = self._layer(index, plan.layers[index], sites[index], experts)
+                progress()
+        finally:
+            pool.shutdown(cancel_futures=True)
         model = structs.filled(
             structs.MODEL,
             **self._embedding_and_head(),
@@ -133,8 +151,9 @@ class _Loader:
 
     # --- linears ---
 
-    def _sites(self, layer: LayerPlan, sites: NDArray[np.void]) -> None:
-        """Reads the linears of a layer one after another, and fills the records of their parts."""
+    def _matrices(self, layer: LayerPlan, sites: NDArray[np.void]) -> dict[int, NDArray[np.void]]:
+        """Reads the matrices of a layer one after another. Fills the records of its linears' parts; returns those of
+        experts by the number of their block. Other threads read other layers meanwhile."""
         columns = [4 * column for group in layer.groups for column in group.columns(PANEL)]  # by site
         for index, linear in enumerate(layer.linears):
             matrix = self._matrix(linear)
@@ -146,8 +165,8 @@ class _Loader:
                     record = self._site(linear.format, matrix.rows(part.rows), part_bias, site.inputs, site.outputs)
                     record["column"] = columns[site.index]
                     sites[site.index] = record[0]
-        for group in layer.groups:
-            self._place_prepared(sites[group.sites[0].index :][: len(group.sites)])
+        bodies = enumerate(block.body for block in layer.blocks)
+        return {number: expert_sites(body, self._read, self._site) for number, body in bodies if isinstance(body, Moe)}
 
     def _place_prepared(self, sites: NDArray[np.void]) -> None:
         self._prepared_bytes = max(self._prepared_bytes, place_prepared(sites))
@@ -187,19 +206,21 @@ class _Loader:
     def _embedding_and_head(self) -> dict[str, int]:
         plan, shape = self._plan, (self._plan.vocab_size, self._plan.hidden)
         bias = None if plan.head_bias is None else self._values(plan.head_bias, shape[:1])
-        table = plan.embed_format.read(self._read, _module(plan.embed), shape)
-        kind, matrix = plan.embed_format, table
+        kind, matrix = plan.embed_format, plan.embed_format.read(self._read, _module(plan.embed), shape)
+        embedding = None
+        if plan.head is not None or plan.has_unit_head_rows:
+            kernels = TABLE if kind is PLAIN else kernels_of(kind)
+            embedding = self._memory.records(self._packed(kernels, matrix, None, plan.hidden, plan.vocab_size))
         if plan.head is not None:
+            del matrix  # so that memory is never taken by both as stored
             kind, matrix = plan.head_format, plan.head_format.read(self._read, _module(plan.head), shape)
         if plan.has_unit_head_rows:
             values = kind.values(matrix)
             kind, matrix = PLAIN, Matrix({"weight": values / np.linalg.norm(values, axis=1, keepdims=True)}, Dtype.F32)
         site = self._site(kind, matrix, bias, plan.hidden, plan.vocab_size)
         self._place_prepared(site)
-        head = embedding = self._memory.records(site)
-        if plan.head is not None or plan.has_unit_head_rows:
-            kernels = TABLE if plan.embed_format is PLAIN else kernels_of(plan.embed_format)
-            embedding = self._memory.records(self._packed(kernels, table, None, plan.hidden, plan.vocab_size))
+        head = self._memory.records(site)
+        embedding = head if embedding is None else embedding
         return {"embed": embedding, "positions": self._positions(), "head": head}
 
     def _positions(self) -> int:
@@ -211,25 +232,32 @@ class _Loader:
 
     # --- blocks ---
 
-    def _layer(self, index: int, layer: LayerPlan) -> tuple[int, int]:
-        """Returns the fields of a LAYER record."""
+    def _layer(
+        self, index: int, layer: LayerPlan, sites: NDArray[np.void], experts: Mapping[int, NDArray[np.void]]
+    ) -> tuple[int, int]:
+        """Returns the fields of a LAYER record. `sites`, `experts`: records of matrices, by block those of experts."""
+        for group in layer.groups:
+            self._place_prepared(sites[group.sites[0].index :][: len(group.sites)])
         scalars = [1.0] * len(layer.blocks)
         if self._plan.layer_scalars:
             scalars[-1] = float(self._values(self._plan.layer_scalars[index], (1,))[0])
         blocks = np.zeros(len(layer.blocks), structs.BLOCK)
         for number, block in enumerate(layer.blocks):
             groups = [group for group in layer.groups if group.block == number]
-            blocks[number] = self._block(index, block, groups, scalars[number])[0]
+            blocks[number] = self._block(index, block, groups, scalars[number], experts.get(number))[0]
         return len(blocks), self._memory.records(blocks)
 
-    def _block(self, layer: int, block: Block, groups: Sequence[Group], scalar: float) -> NDArray[np.void]:
+    def _block(
+        self, layer: int, block: Block, groups: Sequence[Group], scalar: float, experts: NDArray[np.void] | None
+    ) -> NDArray[np.void]:
         (group_in, *rest), hidden = groups, self._plan.hidden
         columns = zip((site.role for site in group_in.sites), group_in.columns(PANEL), strict=True)
         offsets = {role: 4 * column for role, column in columns}
         if isinstance(block.body, Attention):
             kind, body = structs.ATTENTION, self._attention(block.body, offsets)
         elif isinstance(block.body, Moe):
-            kind, body = structs.MOE, self._moe(block.body, offsets)
+            assert experts is not None
+            kind, body = structs.MOE, self._moe(block.body, offsets, experts)
         elif isinstance(block.body, DeltaNet):
             kind, body = structs.DELTA_NET, self._delta_net(block.body, offsets)
         else:
@@ -298,7 +326,7 @@ class _Loader:
             panels=ceil_div(up.outputs, PANEL),
         )
 
-    def _moe(self, body: Moe, offsets: Mapping[str, int]) -> NDArray[np.void]:
+    def _moe(self, body: Moe, offsets: Mapping[str, int], sites: NDArray[np.void]) -> NDArray[np.void]:
         shared = 0
         if body.out is not None:
             mlp = Mlp(body.linears, body.out, body.activation)
@@ -308,7 +336,6 @@ class _Loader:
         own = structs.filled(structs.MLP_BODY, activation=activation, gate=0, up=4 * PANEL * panels, panels=panels)
         groups, kept, how = body.groups or (0, 0, "max")
         correction = None if body.correction is None else self._values(body.correction, (body.experts,))
-        sites = expert_sites(body, self._read, self._site)
         for expert in sites:
             self._place_prepared(expert[:2])
             self._place_prepared(expert[2:])
@@ -423,24 +450,31 @@ def _not_made(tensor: str) -> ModelLoadError:
 
 
 class _DummyTensors:
-    """The tensors of a model that has no files."""
+    """The tensors of a model that has no files. The values of each follow from its name, whichever is read first."""
 
     def __init__(self, seed: int, dtype: Dtype) -> None:
-        self._rng, self._dtype = np.random.default_rng(seed), dtype
+        self._seed, self._dtype = seed, dtype
+
+    def _rng(self, name: str) -> np.random.Generator:
+        return np.random.default_rng((self._seed, zlib.crc32(name.encode())))
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[Raw, Dtype]:
         if len(shape) == 1 or "norm" in name or name.endswith("bias"):
             values = np.full(shape, not name.endswith("bias"), np.float32)
         else:
-            values = self._rng.standard_normal(shape, np.float32) * np.float32(_DUMMY_STD)
+            values = self._rng(name).standard_normal(shape, np.float32) * np.float32(_DUMMY_STD)
         return convert(values, Dtype.F32, self._dtype), self._dtype
 
     def codes(self, name: str, shape: tuple[int, ...], code: Code) -> NDArray[np.uint8]:
         if code is Code.U8:
             is_scale = name.endswith("_scales")
-            return np.full(shape, _DUMMY_SCALE, np.uint8) if is_scale else self._rng.integers(0, 256, shape, np.uint8)
+            return (
+                np.full(shape, _DUMMY_SCALE, np.uint8)
+                if is_scale
+                else self._rng(name).integers(0, 256, shape, np.uint8)
+            )
         values = decoded(np.arange(256, dtype=np.uint8), code)
-        return self._rng.choice(np.flatnonzero(np.abs(values) < 2 * _DUMMY_CODE).astype(np.uint8), shape)
+        return self._rng(name).choice(np.flatnonzero(np.abs(values) < 2 * _DUMMY_CODE).astype(np.uint8), shape)
 
     def blocks(self, name: str, shape: tuple[int, ...], kind: str) -> NDArray[np.uint8]:
         raise ModelLoadError(f"{name}: random weights are not made in the blocks of GGUF files")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
@@ -51,10 +52,11 @@ File = TypeVar("File", bound=OpenedFile)
 
 class FilesOfTensors(Generic[File]):
     """The files of a model's tensors: opened when first needed and closed by the end of the context, which without
-    another error raises ModelLoadError if one was changed in the meantime."""
+    another error raises ModelLoadError if one was changed in the meantime. Several threads may read at once."""
 
     def __init__(self) -> None:
         self._opened: dict[Path, File] = {}
+        self._lock = Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -158,8 +160,9 @@ class FolderReader(FilesOfTensors[TensorFile]):
         if stored is None:
             raise ModelLoadError(f"{self._folder}: tensor {name} is missing")
         name, path = stored, self._files[stored]
-        if path not in self._opened:
-            self._opened[path] = weight_file(path)
+        with self._lock:
+            if path not in self._opened:
+                self._opened[path] = weight_file(path)
         found = self._opened[path].shape(name)
         if shape is not None and found != shape:
             raise ModelLoadError(f"{path.name}: tensor {name} has shape {list(found)}, config.json asks {list(shape)}")

@@ -139,12 +139,13 @@ class GgufReader(FilesOfTensors[_Part]):
     def _stored(self, name: str) -> _Stored:
         model, place = self._model, self._model.tensors[name]
         path = model.paths[place.part]
-        if path not in self._opened:
-            part = _Part(path)
-            if stamp_of(part.status) != model.stamps[place.part]:
-                part.close()
-                raise TensorFileError(f"{part.name} was changed while it was being read; try again")
-            self._opened[path] = part
+        with self._lock:
+            if path not in self._opened:
+                part = _Part(path)
+                if stamp_of(part.status) != model.stamps[place.part]:
+                    part.close()
+                    raise TensorFileError(f"{part.name} was changed while it was being read; try again")
+                self._opened[path] = part
         return _Stored(name, self._opened[path], place.tensor, piece_order(model, name))
 
 
