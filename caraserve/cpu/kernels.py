@@ -21,7 +21,7 @@ from caraserve.cpu.simd import (
     load_u16,
 )
 from caraserve.cpu.structs import ENTRY_SCALE, word
-from caraserve.cpu.tiles import PAIRS, dot_tile, gemm_tile, stack_bytes
+from caraserve.cpu.tiles import PAIRS, dot_row_tile, dot_tile, gemm_tile, stack_bytes
 
 # numpy integers: for a literal, Numba would compile each callee once more.
 # Whether a panel replaces its output, adds to it, or continues the sum there.
@@ -33,7 +33,6 @@ RANK_GROUP = RANK_STEP  # rank rows in one dot tile
 # adapters take a fifth less time so on Zen 3, in fp32 as much. A core with wide registers reads faster than one sum
 # can be added up.
 _RANKS_AT_ONCE = np.int64(RANK_GROUP if HAS_WIDE_REGISTERS else 1)
-_WHOLE = np.int64(1)  # a sum that begins and ends in the same call
 
 _KEPT_ROW_BYTES = 4 * LANES * RANK_GROUP
 _kept = stack_bytes(_KEPT_ROWS * _KEPT_ROW_BYTES)
@@ -89,7 +88,6 @@ def _dot_rows(dtype: int) -> Any:
     tile, which would limit it, because a tile multiplies each weight by three rows of x only.
     """
     tile1, tile2, tile3 = (dot_tile(rows, RANK_GROUP, dtype) for rows in (1, 2, 3))
-    single = dot_tile(1, int(_RANKS_AT_ONCE), dtype)
     itemsize_bytes = 4 if dtype == DTYPE_F32 else 2
 
     @variant(dtype)
@@ -108,13 +106,6 @@ def _dot_rows(dtype: int) -> Any:
     @variant(dtype)
     def dot_rows(x, x_stride, rows, a, a_stride, k, y, y_stride, scale):  # type: ignore[no-untyped-def]
         kept = _kept()
-        if rows == 1:
-            for rank in range(0, RANK_GROUP, _RANKS_AT_ONCE):
-                single(
-                    *(x, x_stride, a + rank * a_stride, a_stride, k, y + 4 * rank, y_stride),
-                    *(kept, _WHOLE, _WHOLE, scale),
-                )
-            return
         for first in range(0, rows, _KEPT_ROWS):
             count, at, out = min(rows - first, _KEPT_ROWS), x + first * x_stride, y + first * y_stride
             # With one tile, each weight is read once in any case.
@@ -129,9 +120,23 @@ def _dot_rows(dtype: int) -> Any:
     return dot_rows
 
 
+def _dot_row(dtype: int) -> Any:
+    """Makes the LoRA shrink of one row: without the pieces and the stack of that of several rows, the shrink of 16
+    adapters takes a tenth less time."""
+    tile = dot_row_tile(int(_RANKS_AT_ONCE), dtype)
+
+    @variant(dtype)
+    def dot_row(x, a, a_stride, k, y, scale):  # type: ignore[no-untyped-def]
+        for rank in range(0, RANK_GROUP, _RANKS_AT_ONCE):
+            tile(x, a + rank * a_stride, a_stride, k, y + 4 * rank, scale)
+
+    return dot_row
+
+
 gemm_f32, gemm_bf16, gemm_f16 = _gemm_rows(DTYPE_F32), _gemm_rows(DTYPE_BF16), _gemm_rows(DTYPE_F16)
 gemm_pairs = _gemm_rows(PAIRS)
 _dot_f32, _dot_bf16, _dot_f16 = _dot_rows(DTYPE_F32), _dot_rows(DTYPE_BF16), _dot_rows(DTYPE_F16)
+_dot_row_f32, _dot_row_bf16, _dot_row_f16 = _dot_row(DTYPE_F32), _dot_row(DTYPE_BF16), _dot_row(DTYPE_F16)
 
 
 @kernel
@@ -154,18 +159,31 @@ def load_weight(address, dtype):  # type: ignore[no-untyped-def]
     return bits_to_float(np.uint32(np.uint32(bits) << np.uint32(16)))
 
 
+@kernel
+def _shrink_rows(dtype, x, x_stride, rows, a, a_stride, k, y, y_stride, scale):  # type: ignore[no-untyped-def]
+    if dtype == DTYPE_F32:
+        _dot_f32(x, x_stride, rows, a, a_stride, k, y, y_stride, scale)
+    elif dtype == DTYPE_BF16:
+        _dot_bf16(x, x_stride, rows, a, a_stride, k, y, y_stride, scale)
+    else:
+        _dot_f16(x, x_stride, rows, a, a_stride, k, y, y_stride, scale)
+
+
 @compiled_separately(8)
 def lora_shrink(entry, row, x, x_stride, rows, k, y, y_stride):  # type: ignore[no-untyped-def]
     """Computes `y[rows, 8] = scale · x[rows, k] @ A[row : row + 8, k]ᵀ` for eight rank rows of a LORA_ENTRY."""
     dtype, k_pad = word(entry, 3), (k + LANES - 1) // LANES * LANES
     a_stride, scale = k_pad * itemsize(dtype), load_f32(entry + ENTRY_SCALE)
     a = word(entry, 0) + row * a_stride
-    if dtype == DTYPE_F32:
-        _dot_f32(x, x_stride, rows, a, a_stride, k_pad, y, y_stride, scale)
-    elif dtype == DTYPE_BF16:
-        _dot_bf16(x, x_stride, rows, a, a_stride, k_pad, y, y_stride, scale)
+    if rows == 1:
+        if dtype == DTYPE_F32:
+            _dot_row_f32(x, a, a_stride, k_pad, y, scale)
+        elif dtype == DTYPE_BF16:
+            _dot_row_bf16(x, a, a_stride, k_pad, y, scale)
+        else:
+            _dot_row_f16(x, a, a_stride, k_pad, y, scale)
     else:
-        _dot_f16(x, x_stride, rows, a, a_stride, k_pad, y, y_stride, scale)
+        _shrink_rows(dtype, x, x_stride, rows, a, a_stride, k_pad, y, y_stride, scale)
 
 
 @compiled_separately(9)

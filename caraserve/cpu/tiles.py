@@ -193,6 +193,25 @@ def dot_tile(rows: int, columns: int, dtype: int) -> Any:
     return _tile_intrinsic(f"dot_tile_{rows}x{columns}_{dtype}", 11, emit, scaled=True)
 
 
+def dot_row_tile(columns: int, dtype: int) -> Any:
+    """Intrinsic `(x, a, a_stride, k, y, scale)`: does what `dot_tile` does for one row and a sum in one piece."""
+
+    def emit(b: Any, arguments: Sequence[Any]) -> None:
+        x, a, a_stride, k, y, scale = arguments
+        acc = _Accumulators(b, columns)
+        a_rows = [offset(b, a, b.mul(i64(column), a_stride)) for column in range(columns)]
+        with cgutils.for_range(b, b.sdiv(k, i64(LANES))) as loop:
+            xs = emit_load(b, offset(b, x, b.mul(loop.index, i64(LANES * 4))), DTYPE_F32)
+            for column, a_row in enumerate(a_rows):
+                at = offset(b, a_row, b.mul(loop.index, i64(LANES * itemsize_bytes(dtype))))
+                acc[column] = emit_fma(b, xs, emit_load(b, at, dtype), acc[column])
+        for column in range(columns):
+            total = b.fmul(scale, emit_reduce(b, acc[column], b.fadd))
+            b.store(total, pointer(b, offset(b, y, i64(4 * column)), F32))
+
+    return _tile_intrinsic(f"dot_row_tile_{columns}_{dtype}", 6, emit, scaled=True)
+
+
 def scores_tile(rows: int, dtype: int) -> Any:
     """Intrinsic `(q, q_stride, k0, k1, k2, k3, head_dim, out)`, q_stride in bytes.
 
