@@ -13,12 +13,12 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from caraserve.config import EngineConfig
 from caraserve.core.backend import Backend
-from caraserve.core.batch import DeviceLost, RowResult, ScheduledRow, StepResult
-from caraserve.core.request import FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
+from caraserve.core.batch import DeviceLost
+from caraserve.core.request import FinishReason, GenerateRequest, Phase, Request, TokenLogprob
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.batch_launcher import BatchLauncher, LaunchedBatch
 from caraserve.engine.batch_timeline import BatchTimeline
@@ -26,6 +26,7 @@ from caraserve.engine.executor import Executor, Iteration
 from caraserve.engine.iteration_times import IterationTime, IterationTimes, IterationWork
 from caraserve.engine.merge_policy import MergePolicy
 from caraserve.engine.queues import RequestQueues
+from caraserve.engine.results import ResultRecorder
 from caraserve.engine.side_batches import SideBatches
 from caraserve.engine.slot_allocator import SlotAllocator
 from caraserve.engine.speculation import Speculation
@@ -38,7 +39,6 @@ from caraserve.errors import (
     ContextLengthExceeded,
     Displaced,
     Draining,
-    NonFiniteLogits,
     Overloaded,
 )
 from caraserve.lora.adapter import Adapter, AdapterTier
@@ -116,6 +116,18 @@ class Engine:
         self._speculation = Speculation(limits, config.num_speculative_tokens, metrics.observe_drafts)
         parts = limits, self._queues, self._slots, self._side_batches, launcher
         self._executor = Executor(*parts, merging, self._speculation)
+        self._results = ResultRecorder(
+            self._queues,
+            self._slots,
+            self._speculation,
+            self.timeline,
+            metrics,
+            self._finish,
+            base_name=self.base_name,
+            eos_ids=tokenizer.eos_ids,
+            max_context=self.max_model_len,
+            now=now,
+        )
         self._idle = asyncio.Event()
         self._idle.set()
         catalog.manager.on_change(self._wake.set)
@@ -322,7 +334,7 @@ class Engine:
         for observe in self._observers:
             observe(launched.rows, 1000 * duration_s)
         began_s = self._now()
-        for _ in self._record_results(launched, outcome, 1000 * duration_s):
+        for _ in self._results.record(launched, outcome, 1000 * duration_s):
             if self._now() - began_s > _RESULTS_S:
                 await asyncio.sleep(0)
                 began_s = self._now()
@@ -336,7 +348,7 @@ class Engine:
                 self._fail([active for active, _ in launched.rows], outcome)
             else:
                 took_ms = 1000 * (outcome.done_s - outcome.started_s) - outcome.rows[0].waited_ms
-                for _ in self._record_results(launched, outcome, took_ms):
+                for _ in self._results.record(launched, outcome, took_ms):
                     pass
         self._update_idle()
 
@@ -352,70 +364,7 @@ class Engine:
         for active in interrupted:
             active.record_interruption(1000 * (self._now() - since_s))
 
-    # --- results ---
-
-    def _record_results(self, launched: LaunchedBatch, outcome: StepResult, took_ms: float) -> Iterator[None]:
-        """Passes the results of a batch to its requests, and drops those of requests that have finished meanwhile.
-        Yields after each request; any request may change or end before the next step."""
-        self._metrics.observe_iteration(launched.num_tokens, took_ms)
-        self.timeline.record(launched.rows, outcome.done_s)
-        interruptions_ms = outcome.interruptions_ms([row for _, row in launched.rows])
-        for (active, row), result, others_ms in zip(launched.rows, outcome.rows, interruptions_ms, strict=True):
-            if active.is_finished:
-                continue
-            active.record_waits(result, others_ms)
-            self._observe_choice(active, outcome.done_s)
-            if not result.is_finite:
-                self._slots.pool.forget(active.request.blocks)  # no later request may reuse its blocks
-                name = active.request.inputs.adapter or self.base_name
-                self._finish(active, "error", error=result.failure or NonFiniteLogits(name))
-            elif result.failure is not None:
-                self._finish(active, "error", error=result.failure)
-            else:
-                self._record_row(active, row, result, outcome.done_s)
-            yield
-
-    def _record_row(self, active: ActiveRequest, row: ScheduledRow, result: RowResult, done_s: float) -> None:
-        request = active.request
-        if result.prompt_scored:
-            active.send_prompt_scores(row, result)
-        if result.embedding is not None:
-            if (embedding := active.pool(row, result.embedding)) is not None:
-                self._finish(active, "stop", embedding=embedding)
-            return
-        if not result.token_ids:
-            if request.inputs.params.max_tokens == 0 and row.start + row.count == request.prompt_tokens:
-                self._finish(active, "length")
-            return
-        self._queues.waiting.charge(request.inputs.tenant, 0, 1 + len(row.drafts))
-        if row.drafts:
-            self._speculation.settle(active, row, result)
-        for at, token in enumerate(result.token_ids):
-            self._observe_token(active, done_s)
-            now_s, eos_ids = self._now(), self.tokenizer.eos_ids
-            text, reason, stop_reason = active.record_token(token, eos_ids, self.max_model_len, now_s)
-            logprobs, ids = result.scored[at : at + 1], (token,)
-            if reason is not None:
-                self._finish(active, reason, stop_reason=stop_reason, text=text, token_ids=ids, logprobs=logprobs)
-                return
-            active.stream.put(TokenDelta(text, ids, logprobs))
-
-    def _observe_choice(self, active: ActiveRequest, done_s: float) -> None:
-        """Reports, once for each request, the start that mode `auto` chose, and its predicted and measured time."""
-        choice = active.choice
-        if choice is None or choice.is_observed:
-            return
-        choice.is_observed = True
-        expected_s = choice.ends_s - choice.chosen_s
-        self._metrics.observe_choice(choice.name, 1000 * expected_s, 1000 * (done_s - choice.chosen_s))
-
-    def _observe_token(self, active: ActiveRequest, done_s: float) -> None:
-        if active.last_token_s is None:
-            active.first_token_s = done_s
-            self._metrics.observe_first_token(done_s - active.request.inputs.arrival_s)
-        else:
-            self._metrics.observe_token_gap(done_s - active.last_token_s)
-        active.last_token_s = done_s
+    # --- failures ---
 
     def _fail_iteration(self, launched: LaunchedBatch, cause: Exception) -> None:
         """Ends the requests of a failed iteration, and those that may have reused blocks which it was to fill."""

@@ -12,10 +12,11 @@ checks then that the image's bytes are still there."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from caraserve.core.backend import Limits
@@ -175,7 +176,7 @@ class FakeBackend:
             if not (self.may_end(side_batch) and is_whole(self.images[row.adapter_slot])):
                 self.faults.append(f"{row} has read layers that had not come")
             waited_ms = 1000 * (self.now_s - 1.0 - side_batch.began_s)
-            result = replace(self._run_row(row, in_side_batch=True), waited_ms=waited_ms)
+            result = structs.replace(self._run_row(row, in_side_batch=True), waited_ms=waited_ms)
             side_batch.done(StepResult((result,), side_batch.began_s, self.now_s))
             return
         for position in range(row.start, row.start + row.count):

@@ -47,7 +47,7 @@ SUBFOLDERS: dict[str, tuple[str | tuple[str, ...], ...]] = {
     "http": (
         *("app", "operations", "openapi", "server", "connection_limit"),  # routes and connections
         *("dispatch", "proxy", "peer_watch"),  # this instance or another
-        *("generation", "generation_routes", "deadline", "tracing"),
+        *("generation", "generation_routes", "deadline", "tracing", "direct_text"),
         *("management", "apis", "access"),
         *("responses", "request_log", "streaming", "context", "client", "api_request", "whole_answer", "tls_files"),
         "body",
@@ -64,7 +64,7 @@ HOMES = {
     "llvmlite": {"cpu"},
     "aiohttp": {"http", "cluster", "bench", "serve_cluster", "cli"},
     "orjson": {"http", "cluster", "bench"},
-    "msgspec": {"cluster", "bench"},
+    "msgspec": {"cluster", "bench", "core", "engine", "cpu", "gpu"},
     "safetensors": {"model", "lora"},
     "tokenizers": {"tokenizer"},
     "llguidance": {"tokenizer"},

@@ -30,6 +30,11 @@ class ReasoningProgress:
         self._end_part_tokens = 0  # of `num_tokens`, those that begin within `end_part`
 
     @property
+    def is_over(self) -> bool:
+        """Whether no later token belongs to the reasoning."""
+        return self.state is ReasoningState.ENDED
+
+    @property
     def may_begin_next(self) -> bool:
         """Whether BEGIN as a whole may follow."""
         return self.state is ReasoningState.NOT_BEGUN and not self._begin_part

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from caraserve.core.batch import Batch, RowResult, StepResult
@@ -94,7 +95,8 @@ class StreamedPrefills:
         """Returns the result; time outside of computed layers counts as waiting for weights."""
         result = self._collect(prefill.batch, prefill.cpu_batch, prefill.started_s)
         (row,), waited_s = result.rows, result.done_s - result.started_s - prefill.computed_s
-        return replace(result, rows=(replace(row, waited_ms=row.waited_ms + 1000 * max(0.0, waited_s)),))
+        row = structs.replace(row, waited_ms=row.waited_ms + 1000 * max(0.0, waited_s))
+        return replace(result, rows=(row,))
 
     def _end(self, prefill: _StreamedPrefill, outcome: StepResult | Exception) -> None:
         self._running.remove(prefill)

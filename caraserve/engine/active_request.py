@@ -6,7 +6,7 @@
                                    └──── preempt: the request starts again and computes its tokens again
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -194,12 +194,14 @@ class ActiveRequest:
         """Adds time in which no iteration ran because of a load."""
         self.request.interrupted_ms += ms
 
-    def record_token(self, token: int, eos_ids: frozenset[int], max_context: int, now_s: float) -> TokenText:
+    def record_token(
+        self, token: int, eos_ids: frozenset[int], max_context: int, now: Callable[[], float]
+    ) -> TokenText:
         """Adds an output token. Returns its text, and the reasons if the request ends with it."""
         request, params = self.request, self.request.inputs.params
         request.output_ids.append(token)
         if request.phase is Phase.PREFILL:
-            request.move_to(Phase.DECODE, now_s)
+            request.move_to(Phase.DECODE, now())
         may_stop = len(request.output_ids) >= params.min_tokens
         reason, stop_reason = request.ended_by(token, eos_ids) if may_stop else (None, None)
         text = ""

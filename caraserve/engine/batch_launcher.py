@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from caraserve.core.backend import Backend
 from caraserve.core.batch import Batch, ScheduledRow, StepResult
@@ -41,7 +43,7 @@ class BatchLauncher:
         starts, reused = self._slots.take_new()
         scheduled = [entry for _, entry in entries]
         may_assist = is_side_batch or not self._backend.limits.assisted_batches
-        rows = tuple(_row(active, entry.row, may_assist=may_assist) for active, entry in entries)
+        rows = tuple([_row(active, entry.row, may_assist=may_assist) for active, entry in entries])
         batch = Batch(starts, (*reused, *grants(scheduled)), rows, merged, is_side_batch)
         for active, entry in entries:
             active.schedule(entry.row, entry.blocks)
@@ -61,7 +63,6 @@ class BatchLauncher:
 
 
 def _row(active: ActiveRequest, row: ScheduledRow, *, may_assist: bool) -> ScheduledRow:
-    """Returns a row with what only its request knows. Most rows stay as they are: copies of 16 rows take 57 µs, for
-    which each iteration would wait."""
+    """Returns a row with what only its request knows."""
     assist, matcher = may_assist and active.assist, active.matcher if row.samples else None
     return replace(row, assist=assist, matcher=matcher) if assist or matcher is not None else row

@@ -31,6 +31,8 @@ class TokenStream:
         self.served_by, self.phases, self.unread = served_by, phases, unread
         self._on_cancel = on_cancel
         self.interval_tokens = 1
+        # Writes the text of so many tokens to the client at once. False: it cannot, and the reader gets them.
+        self.write_text: Callable[[str, int], bool] | None = None
         self._awaited_tokens = 0  # the reader is woken when so many more are pending
         self._pending: list[TokenDelta] = []
         self._pending_bytes = self._taken_bytes = 0  # taken: the last delta, which the reader has yet to send
@@ -39,6 +41,12 @@ class TokenStream:
         self._ended = False
         self._failure: ReaderTooSlow | None = None
         unread.parts.append(ref(self))
+
+    def put_token(self, text: str, token_id: int) -> None:
+        """Adds a token without scores that is not the last. It is written to the client at once where that is possible:
+        waking the reader takes longer than all else that a token needs."""
+        if self.write_text is None or self._pending or not self.write_text(text, 1):
+            self.put(TokenDelta(text, (token_id,)))
 
     def put(self, delta: TokenDelta) -> None:
         """Adds a delta. Only `ActiveRequest` calls it."""

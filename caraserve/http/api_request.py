@@ -4,9 +4,9 @@ Each API parses a body into an `ApiRequest`, whose writer knows the API's format
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 from aiohttp import web
 
@@ -82,12 +82,21 @@ class StreamFormat(ABC):
         """The event of an error that comes after `num_events` events."""
 
 
+# Makes the events of further text of an answer, which is not empty.
+TextEvents: TypeAlias = Callable[[str], bytes]
+
+
 class AnswerWriter(StreamFormat):
     """Writes the answer to one API request in its API's format, as events or whole. Keeps state between deltas."""
 
     def events(self, index: int, delta: TokenDelta, counts: TokenCounts) -> bytes:
         """The events of a delta of engine request `index`; empty for none. `counts`: of its tokens so far."""
         return b""
+
+    def text_events(self, index: int) -> TextEvents | None:
+        """What makes the same events as `events` of deltas that only add text to engine request `index`, in less time.
+        None: text is not all that its next deltas may have."""
+        return None
 
     def last_events(self, totals: ResponseTotals) -> bytes:
         """The events that follow those of all deltas."""

@@ -14,6 +14,7 @@ from caraserve.errors import BackendFailed, CaraServeError, Draining
 from caraserve.http.access.adapter_choice import check_version
 from caraserve.http.api_request import ApiRequest, ReceivedBody, ResponseTotals, TokenCounts
 from caraserve.http.context import CONTEXT, FORWARDED, REQUEST_ID, SERVED_BY
+from caraserve.http.direct_text import DirectText
 from caraserve.http.management.adapters import tier_of
 from caraserve.http.request_log import SUMMARY, model_label
 from caraserve.http.streaming import EventStream, comment, progress_comment, tokens_comment
@@ -182,22 +183,34 @@ class Generation:
     ) -> Finish:
         """Sends the events of one engine request as its deltas come. Raises its error."""
         writer, generated = self.api_request.writer, 0
+        summary, direct = self._request[SUMMARY], None
         async for delta in stream:
             if delta.finish is not None:
                 self._checked(delta.finish)
             self._note_version(stream.served_by())
             generated += len(delta.token_ids)
-            self._request[SUMMARY].note_tokens(len(delta.token_ids))
-            counts = TokenCounts(len(inputs.prompt_ids), generated, delta.finish.cached_tokens if delta.finish else 0)
+            summary.note_tokens(len(delta.token_ids))
+            num_tokens = generated + (0 if direct is None else direct.num_tokens)
+            counts = TokenCounts(len(inputs.prompt_ids), num_tokens, delta.finish.cached_tokens if delta.finish else 0)
             async for part in paced(delta, self._context.logprob_turns):
                 new = writer.events(index, part, counts)
                 if FORWARDED in self._request and (new or events.started):
-                    new = progress_comment(self._request[SUMMARY].completion_tokens or 0) + new
+                    new = progress_comment(summary.completion_tokens or 0) + new
                 if new:
                     await events.send(new)
             if delta.finish is not None:
                 return delta.finish
+            if direct is None and (direct := self._direct_text(events, index)) is not None:
+                stream.write_text = direct.write
         raise BackendFailed("The engine ended a request without saying how.")
+
+    def _direct_text(self, events: EventStream, index: int) -> DirectText | None:
+        """Returns what writes further text of an answer at once, if all that may come before its end is text."""
+        is_plain = FORWARDED not in self._request and SERVED_BY in self._request
+        if not is_plain or self._context.config.stream_interval > 1 or not events.started:
+            return None
+        text_events = self.api_request.writer.text_events(index)
+        return None if text_events is None else DirectText(events, text_events, self._request[SUMMARY])
 
 
 def _late_error(request: web.Request, error: Exception) -> CaraServeError:

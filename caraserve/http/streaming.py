@@ -8,7 +8,7 @@ import re
 from types import TracebackType
 from typing import Self
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from caraserve.errors import CaraServeError
 from caraserve.http.api_request import StreamFormat
@@ -77,6 +77,7 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._last_s = self._loop.time()
         self._starting = asyncio.Lock()
+        self._is_chunked = False  # known once the response is prepared
         self.num_events = 0  # passed to `send`
         self.ended = False  # whether the stream's end has been passed to `send`
         self.error: CaraServeError | None = None  # that ended it
@@ -104,10 +105,30 @@ class EventStream:
             async with self._starting:
                 await self.response.prepare(self._request)
                 self._request[EVENT_STREAM] = self
+                self._is_chunked = hdrs.TRANSFER_ENCODING in self.response.headers
         self._last_s = self._loop.time()
         self.num_events += events.count(b"data: {")
         self.ended = events.endswith(self._format.stream_end)
         await self.response.write(events)
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether events written now go to the client's socket: it has received some, is there, and reads them."""
+        transport = self._request.transport
+        return (
+            self.started
+            and transport is not None
+            and not (transport.is_closing() or self._request.protocol.writing_paused)
+        )
+
+    def write_now(self, events: bytes) -> None:
+        """Writes whole events, which `takes_more` allows, at once. `send` takes 7 µs more, for a turn of the event loop
+        that nothing needs."""
+        self._last_s = self._loop.time()
+        self.num_events += events.count(b"data: {")
+        transport = self._request.transport
+        assert transport is not None
+        transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
 
     async def end_with_error(self, error: CaraServeError) -> None:
         """Sends an error as the last event, unless the stream has ended already. The connection stays usable: a client

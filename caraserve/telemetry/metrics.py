@@ -5,7 +5,7 @@ Call points, all on the event loop's thread; those of an iteration or a token ta
     observe_iteration     after each iteration, with the tokens it computed
     observe_begin         after each iteration, with the error of its predicted begin
     observe_first_token   when a request's first token is there, with the time since its arrival
-    observe_token_gap     for each later token, with the time since the one before
+    observe_token_gaps    for later tokens of an iteration, with the time since the one before of each
     observe_drafts        for each row with drafts, with their number and that of the right ones
     observe_finish        once for each request that ends, however it ends
     observe_request       after it, with the request
@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from caraserve.core.request import Finish, GenerateRequest
 from caraserve.telemetry.adapter_metrics import AdapterMetrics
@@ -228,9 +229,9 @@ class Metrics:
         self._first_token_s.observe(seconds)
         self._recent_first_s.append(seconds)
 
-    def observe_token_gap(self, seconds: float) -> None:
-        self._token_gap_s.observe(seconds)
-        self._recent_gap_s.append(seconds)
+    def observe_token_gaps(self, seconds: float, count: int) -> None:
+        self._token_gap_s.observe(seconds, count)
+        self._recent_gap_s.extend(repeat(seconds, count))
 
     def observe_drafts(self, drafts: int, accepted: int) -> None:
         self._table.add("vllm:spec_decode_num_drafts_total", 1)

@@ -29,9 +29,9 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1  # bucket i holds values in (bound[i-1], bound[i]]
-        self._sum += value
+    def observe(self, value: float, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count  # bucket i holds values in (bound[i-1], bound[i]]
+        self._sum += value * count
 
     def samples(self, name: str, labels: str) -> str:
         """Returns the lines of one label set: cumulative buckets, sum and count; of a summary, without buckets."""

@@ -8,6 +8,8 @@ _MAX_UNDECIDED_TOKENS = 16  # a character has 4 bytes at most: after so many tok
 _REPLACEMENT = "\ufffd"
 
 Decode = Callable[[Sequence[int]], str]
+# Returns the text that a token adds after visible text, whatever the tokens around it; None if it may depend on them.
+TextOfToken = Callable[[int], str | None]
 
 
 class Detokenizer:
@@ -17,13 +19,20 @@ class Detokenizer:
     """
 
     def __init__(
-        self, decode: Decode, prompt_ids: Sequence[int], *, stop: tuple[str, ...] = (), include_stop: bool = False
+        self,
+        decode: Decode,
+        prompt_ids: Sequence[int],
+        *,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        text_of_token: TextOfToken = lambda token_id: None,
     ) -> None:
-        self._decode = decode
+        self._decode, self._text_of_token = decode, text_of_token
         self._ids = _context(decode, prompt_ids)
         self._shown = len(self._ids)
         self._stop, self._include_stop = stop, include_stop
         self._pending = ""  # decoded, but possibly the start of a stop string
+        self._has_text = False  # whether text was added: a decoder may strip a space before it
         self._stopped = False
 
     def push(self, token_id: int, *, may_stop: bool = True) -> tuple[str, str | None]:
@@ -33,8 +42,7 @@ class Detokenizer:
         """
         if self._stopped:
             return "", None
-        self._ids.append(token_id)
-        self._pending += self._decode_new(final=False)
+        self._pending += self._added_by(token_id)
         if not (self._stop and may_stop):
             return self._release(len(self._pending)), None
         hits = [(at, text) for text in self._stop if (at := self._pending.find(text)) >= 0]
@@ -53,6 +61,13 @@ class Detokenizer:
         self._pending += self._decode_new(final=True)
         return self._release(len(self._pending))
 
+    def _added_by(self, token_id: int) -> str:
+        if self._has_text and len(self._ids) == self._shown and (text := self._text_of_token(token_id)) is not None:
+            self._ids, self._shown = [token_id], 1
+            return text
+        self._ids.append(token_id)
+        return self._decode_new(final=False)
+
     def _decode_new(self, *, final: bool) -> str:
         """Returns the text of the undecided tokens, or nothing while it ends inside a character."""
         before = self._decode(self._ids[: self._shown])
@@ -63,6 +78,7 @@ class Detokenizer:
         added = text[len(before) :]
         self._ids = self._next_context(before, added)
         self._shown = len(self._ids)
+        self._has_text |= bool(added)
         return added
 
     def _next_context(self, before: str, added: str) -> list[int]:

@@ -86,6 +86,11 @@ class ReasoningParser:
         self._buffer = ""  # not decided yet
         self._is_stripping = state is ReasoningState.UNDER_WAY  # whether white space is dropped until other text comes
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all further text is the answer, as it comes."""
+        return self._read == self._read_answer and not self._is_stripping
+
     def push(self, text: str, *, is_last: bool) -> ReasoningText:
         """Adds text; returns what it decides."""
         self._buffer += text

@@ -28,6 +28,7 @@ from caraserve.tokenizer.detokenizer import Decode, Detokenizer
 from caraserve.tokenizer.gguf_tokenizer import PAD_KEY, disagreement, read_settings, read_tokenizer
 from caraserve.tokenizer.grammar import GrammarCompiler
 from caraserve.tokenizer.reasoning import ReasoningFormat, detect_reasoning, reasoning_tokens
+from caraserve.tokenizer.token_texts import TokenTexts
 from caraserve.tokenizer.tool_format import ToolFormat
 
 # Encoding runs at a few MB/s: longer texts would block the event loop for over a millisecond.
@@ -109,6 +110,7 @@ class Tokenizer:
         self._chat_template = chat_template
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._texts = TokenTexts(tokenizer)
         self._bytes_of_token: dict[int, bytes] = {}  # a cache: logprobs name up to 20 tokens for each one
         self._bytes_of_char = _byte_level_alphabet() if _is_byte_level(tokenizer) else None
         self.grammars = GrammarCompiler(tokenizer.to_str, vocab_size, sorted(eos_ids))
@@ -258,7 +260,7 @@ class Tokenizer:
         decode: Decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
         if skip_special_tokens and kept_special_ids:
             decode = partial(self._decode_without, self.special_ids - kept_special_ids)
-        return Detokenizer(decode, prompt_ids, stop=stop, include_stop=include_stop)
+        return Detokenizer(decode, prompt_ids, stop=stop, include_stop=include_stop, text_of_token=self._texts)
 
     def _ids(self, text: str, add_special_tokens: bool, max_tokens: int | None, source: str) -> list[int]:
         if max_tokens is not None and len(text) > _PIECE_CHARACTERS:

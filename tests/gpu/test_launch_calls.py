@@ -9,6 +9,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
+from msgspec import structs
 
 from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart, StepResult
 from caraserve.core.lora_layout import HostAdapter
@@ -152,7 +153,7 @@ def test_a_chunk_that_workers_help_with_takes_one_call_for_all_layers(calls: Cal
     calls.host.parts.context.queue.bytes_per_s = 1e-6  # weights are predicted never to arrive
     calls.host.driver.held = {Lane.COPY}
     loaded, prompt = calls.load(3), prompts([3])
-    helped = replace(prompt, rows=(replace(prompt.rows[0], assist=True),), is_side_batch=True)
+    helped = replace(prompt, rows=(structs.replace(prompt.rows[0], assist=True),), is_side_batch=True)
     made, done = calls.launch(helped)
     plan = calls.host.parts.plan
     assert calls.host.backend.slices_handed_off == sum(len(layer.groups) for layer in plan.layers)

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
+from msgspec import structs
+
 from caraserve.core.batch import Batch, ScheduledRow, StepResult
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.lora_workers.pool import WorkerPool
@@ -132,7 +134,9 @@ class _AssistedPrompt:
 
     def _launch_assisted(self) -> None:
         self._loading = self.session.start_load(self.adapter, _ADAPTER_SLOT)
-        self.session.launch(self.session.started([self.request], [replace(self._row, assist=True)], is_side_batch=True))
+        self.session.launch(
+            self.session.started([self.request], [structs.replace(self._row, assist=True)], is_side_batch=True)
+        )
 
     def end(self) -> None:
         """Lets the weights arrive and checks the prompt without workers."""

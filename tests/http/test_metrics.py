@@ -148,8 +148,8 @@ async def test_only_loads_that_succeeded_are_timed() -> None:
 async def test_tokens_and_loads() -> None:
     metrics = new_metrics()
     metrics.observe_first_token(0.2)
-    metrics.observe_token_gap(0.01)
-    metrics.observe_token_gap(0.03)
+    metrics.observe_token_gaps(0.01, 1)
+    metrics.observe_token_gaps(0.03, 1)
     metrics.observe_load("overlapped", 0.5)
     metrics.observe_preemption()
     metrics.observe_drafts(4, 3)
@@ -169,7 +169,7 @@ async def test_recent_latencies() -> None:
     metrics = new_metrics()
     assert (metrics.first_token().p50_ms, metrics.first_token().p95_ms) == (None, None)
     for ms in range(1, 102):
-        metrics.observe_token_gap(ms / 1000)
+        metrics.observe_token_gaps(ms / 1000, 1)
     assert metrics.token_gap().p50_ms == pytest.approx(51)
     assert metrics.token_gap().p95_ms == pytest.approx(96)
 
@@ -184,7 +184,7 @@ def _timed(metrics: Metrics, finish: Finish) -> float:
     started_s = time.thread_time()
     for _ in range(100):
         metrics.observe_finish(finish)
-        metrics.observe_token_gap(0.01)
+        metrics.observe_token_gaps(0.01, 1)
     return time.thread_time() - started_s
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from caraserve.tokenizer.detokenizer import Detokenizer
+from caraserve.tokenizer.token_texts import TokenTexts
 
 _CORPUS = ["the cat sat on the mat", "naïve café ☕", "hello there, general"] * 3
 
@@ -48,7 +49,8 @@ SILENT_IDS = {
 
 
 def detokenizer(kind: str, prompt: list[int], stop: tuple[str, ...] = (), *, include_stop: bool = False) -> Detokenizer:
-    return Detokenizer(TOKENIZERS[kind].decode, prompt, stop=stop, include_stop=include_stop)
+    texts = TokenTexts(TOKENIZERS[kind])
+    return Detokenizer(TOKENIZERS[kind].decode, prompt, stop=stop, include_stop=include_stop, text_of_token=texts)
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

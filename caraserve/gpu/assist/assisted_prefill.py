@@ -11,10 +11,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from caraserve.core.batch import Batch, RowResult, ScheduledRow, StepResult

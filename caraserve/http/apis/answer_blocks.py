@@ -10,7 +10,7 @@ from aiohttp import web
 
 from caraserve.core.reasoning_progress import ReasoningProgress
 from caraserve.core.request import Finish, TokenDelta
-from caraserve.http.api_request import AnswerWriter, ResponseTotals, TokenCounts
+from caraserve.http.api_request import AnswerWriter, ResponseTotals, TextEvents, TokenCounts
 from caraserve.http.apis.reasoning import Reasoning, add_tokens
 from caraserve.http.apis.tool_calls import CallableTools, new_call_id
 from caraserve.http.whole_answer import WholeAnswer
@@ -60,6 +60,12 @@ class AnswerBlocks:
     def last(self) -> Block:
         """The block that the latest text belongs to."""
         return self._blocks[-1]
+
+    @property
+    def is_in_text(self) -> bool:
+        """Whether all further text belongs to the last block, which is one of text."""
+        over = self._reasoning is None or self._reasoning.is_over
+        return over and self._parser is None and bool(self._blocks) and self.last.kind == "text"
 
     def push(self, text: str, *, is_last: bool) -> list[BlockChange]:
         """Adds text; returns what it changes, in order."""
@@ -122,6 +128,14 @@ class BlocksWriter(AnswerWriter):
         for change in self._blocks.push(delta.text, is_last=delta.finish is not None):
             written += self._events_of(change)
         return b"".join(written)
+
+    def text_events(self, index: int) -> TextEvents | None:
+        is_over = self._reasoning is None or self._reasoning.is_over
+        return self._add_text if is_over and self._blocks.is_in_text else None
+
+    def _add_text(self, text: str) -> bytes:
+        (change,) = self._blocks.push(text, is_last=False)
+        return b"".join(self._events_of(change))
 
     async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
         answer = answers[0].joined()

@@ -256,6 +256,11 @@ class ChatChoice(Choice):
     def reasoning_tokens(self) -> int | None:
         return None if self.progress is None else self.progress.num_tokens
 
+    @property
+    def has_text_alone(self) -> bool:
+        is_over = self.progress is None or self.progress.is_over
+        return super().has_text_alone and is_over and self.blocks.is_in_text
+
     def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
         chunks = []
         if self._is_first:

@@ -1,5 +1,6 @@
 """The format of completions and chat completions: the answers to a body are the entries of `choices`."""
 
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ from aiohttp import web
 
 from caraserve.core.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import CaraServeError
-from caraserve.http.api_request import AnswerWriter, ResponseTotals, StreamFormat, TokenCounts
+from caraserve.http.api_request import AnswerWriter, ResponseTotals, StreamFormat, TextEvents, TokenCounts
 from caraserve.http.responses import openai_error
 from caraserve.http.whole_answer import PROMPT_LOGPROBS, WholeAnswer, response_of
 from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.tasks import in_turns
 
 _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
+_MARK = uuid.uuid4().hex  # a text that no model's name contains
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,12 @@ class Choice(ABC):
     def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
         """The `choices` entries, one for each event, that a delta becomes in a stream."""
 
+    @property
+    def has_text_alone(self) -> bool:
+        """Whether text is all that later deltas may add to a stream, each as one event."""
+        has_scores = self.request.params.logprobs is not None or self.prompt_alternatives is not None
+        return not (has_scores or self.return_token_ids or self._is_first)
+
     @abstractmethod
     async def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
         """The fields before and after `logprobs` in a response that is not streamed; `answer` has the text and the
@@ -152,6 +160,14 @@ class ChoicesWriter(OpenAiStream, AnswerWriter):
         if chunks and delta.finish is not None:
             tail = b",%b%b" % (_fingerprint(delta.finish.served_by), tail)
         return b"".join([*events, *(self._event(chunk, tail) for chunk in chunks[-1:])])
+
+    def text_events(self, index: int) -> TextEvents | None:
+        choice = self._choices[index]
+        if self._delivery.continuous_usage or not choice.has_text_alone:
+            return None
+        (chunk,) = choice.stream_chunks(TokenDelta(_MARK, (0,)))
+        before, _, after = self._event(chunk, self._tail).partition(orjson.dumps(_MARK))
+        return lambda text: b"%b%b%b" % (before, orjson.dumps(text), after)
 
     def _event(self, chunk: dict[str, Any], tail: bytes) -> bytes:
         head, self._next_head = self._next_head, self._head

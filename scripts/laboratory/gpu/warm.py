@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from caraserve.bench.synthetic import shape_plan
 from caraserve.core.batch import Batch, ScheduledRow, SlotSampling
 from caraserve.core.lora_layout import HostAdapter
@@ -112,7 +114,7 @@ def _batches(subject: MeasuredModel, slots: int) -> Iterator[Batch]:
         for first in {0, size // 2, size}:  # of the rows with the adapter
             adapters = [0] * first + [_LOADED] * (size - first)
             rows = [ScheduledRow(slot, 1, 1, adapter, samples=True) for slot, adapter in enumerate(adapters)]
-            rows[0] = replace(rows[0], logprobs=3)
+            rows[0] = structs.replace(rows[0], logprobs=3)
             yield Batch((), (), tuple(rows))
             if size < slots:
                 prompt = subject.prompt_batch(min(effort.warm_prompts) + size, _LOADED, size)
