@@ -97,17 +97,19 @@ class ResultRecorder:
         counts.tokens[tenant] = counts.tokens.get(tenant, 0) + 1 + len(row.drafts)
         if row.drafts:
             self._speculation.settle(active, row, result)
-        for at, token in enumerate(result.token_ids):
+        text = ""
+        for count, token in enumerate(result.token_ids, start=1):
             self._observe_token(active, counts)
-            text, reason, stop_reason = active.record_token(token, self._eos_ids, self._max_context, self._now)
+            added, reason, stop_reason = active.record_token(token, self._eos_ids, self._max_context, self._now)
+            text += added
             if reason is not None:
-                ids, logprobs = (token,), result.scored[at : at + 1]
+                ids, logprobs = result.token_ids[:count], result.scored[:count]
                 self._finish(active, reason, stop_reason=stop_reason, text=text, token_ids=ids, logprobs=logprobs)
                 return
-            if result.scored:
-                active.stream.put(TokenDelta(text, (token,), result.scored[at : at + 1]))
-            else:
-                active.stream.put_token(text, token)
+        if result.scored:
+            active.stream.put(TokenDelta(text, result.token_ids, result.scored))
+        else:
+            active.stream.put_text(text, result.token_ids)
 
     def _record_without_tokens(self, active: ActiveRequest, row: ScheduledRow, result: RowResult) -> None:
         request = active.request

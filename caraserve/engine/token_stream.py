@@ -42,11 +42,11 @@ class TokenStream:
         self._failure: ReaderTooSlow | None = None
         unread.parts.append(ref(self))
 
-    def put_token(self, text: str, token_id: int) -> None:
-        """Adds a token without scores that is not the last. It is written to the client at once where that is possible:
-        waking the reader takes longer than all else that a token needs."""
-        if self.write_text is None or self._pending or not self.write_text(text, 1):
-            self.put(TokenDelta(text, (token_id,)))
+    def put_text(self, text: str, token_ids: tuple[int, ...]) -> None:
+        """Adds tokens without scores, the last one not among them. They are written to the client at once where that is
+        possible: waking the reader takes longer than all else that a token needs."""
+        if self.write_text is None or self._pending or not self.write_text(text, len(token_ids)):
+            self.put(TokenDelta(text, token_ids))
 
     def put(self, delta: TokenDelta) -> None:
         """Adds a delta. Only `ActiveRequest` calls it."""

@@ -40,6 +40,23 @@ async def test_a_slow_reader_gets_missed_deltas_merged_into_one() -> None:
     assert await gathered(stream) == [whole]
 
 
+async def test_text_is_written_past_the_reader_until_it_cannot_be_and_comes_in_order() -> None:
+    stream, written, takes = new_stream(), list[str](), [True, False, True]
+
+    def write(text: str, num_tokens: int) -> bool:
+        if taken := takes.pop(0):
+            written.append(f"{text}{num_tokens}")
+        return taken
+
+    stream.write_text = write
+    stream.put_text("a", (1, 2))
+    stream.put_text("b", (3,))  # it cannot be written now
+    stream.put_text("c", (4,))  # nor may this one, before what is pending
+    assert await anext(stream) == TokenDelta("bc", (3, 4))
+    stream.put_text("d", (5,))
+    assert written == ["a2", "d1"]
+
+
 async def test_after_the_finish_the_stream_stays_ended() -> None:
     stream = new_stream()
     stream.put(TokenDelta("a", (1,), finish=FINISH))
