@@ -85,7 +85,7 @@ def main() -> None:
         clock.tokens = _texts(tokenizer)
 
     Tokenizer.__init__ = make  # type: ignore[method-assign,assignment]
-    CpuBackend.launch = lambda backend, plan, done: clock.add(plan, done)  # type: ignore[method-assign]
+    CpuBackend.launch = lambda self, batch, done: clock.add(batch, done)  # type: ignore[method-assign]
     sys.argv[1:] = command
     run()
 
