@@ -31,8 +31,7 @@ class TokenStream:
         self.served_by, self.phases, self.unread = served_by, phases, unread
         self._on_cancel = on_cancel
         self.interval_tokens = 1
-        # Writes the text of so many tokens to the client at once. False: it cannot, and the reader gets them.
-        self.write_text: Callable[[str, int], bool] | None = None
+        self._write: Callable[[str, int], bool] | None = None
         self._awaited_tokens = 0  # the reader is woken when so many more are pending
         self._pending: list[TokenDelta] = []
         self._pending_bytes = self._taken_bytes = 0  # taken: the last delta, which the reader has yet to send
@@ -42,10 +41,15 @@ class TokenStream:
         self._failure: ReaderTooSlow | None = None
         unread.parts.append(ref(self))
 
+    def write_with(self, write: Callable[[str, int], bool]) -> None:
+        """Passes the text and the number of further tokens to `write`, as long as no delta waits for the reader, who
+        gets them where that returns False."""
+        self._write = write
+
     def put_text(self, text: str, token_ids: tuple[int, ...]) -> None:
         """Adds tokens without scores, the last one not among them. They are written to the client at once where that is
         possible: waking the reader takes longer than all else that a token needs."""
-        if self.write_text is None or self._pending or not self.write_text(text, len(token_ids)):
+        if self._write is None or self._pending or not self._write(text, len(token_ids)):
             self.put(TokenDelta(text, token_ids))
 
     def put(self, delta: TokenDelta) -> None:

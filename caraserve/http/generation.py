@@ -201,7 +201,7 @@ class Generation:
             if delta.finish is not None:
                 return delta.finish
             if direct is None and (direct := self._direct_text(events, index)) is not None:
-                stream.write_text = direct.write
+                stream.write_with(direct.write)
         raise BackendFailed("The engine ended a request without saying how.")
 
     def _direct_text(self, events: EventStream, index: int) -> DirectText | None:

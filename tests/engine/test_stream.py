@@ -48,7 +48,7 @@ async def test_text_is_written_past_the_reader_until_it_cannot_be_and_comes_in_o
             written.append(f"{text}{num_tokens}")
         return taken
 
-    stream.write_text = write
+    stream.write_with(write)
     stream.put_text("a", (1, 2))
     stream.put_text("b", (3,))  # it cannot be written now
     stream.put_text("c", (4,))  # nor may this one, before what is pending
