@@ -313,11 +313,7 @@ class _Reader:
         keys = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
         keys["penalty_repeat"] = "repetition_penalty"
         found = {field: self._metadata.get(f"general.sampling.{key}") for key, field in keys.items()}
-        return {
-            field: value
-            for field, value in found.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
-        }
+        return {field: value for field, value in found.items() if isinstance(value, int | float)}
 
     def _id(self, key: str) -> int | None:
         """Returns the id of a token that a key names."""
@@ -360,7 +356,8 @@ def disagreement(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> str:
 
 def _compared(tokens: Any, types: Any) -> Iterator[tuple[int, str]]:
     """Yields the tokens that both write alike: pieces of text."""
-    if isinstance(tokens, list) and isinstance(types, list):
-        for index, (token, kind) in enumerate(zip(tokens, types, strict=False)):
+    if isinstance(tokens, list):
+        kinds = types if isinstance(types, list) else [_Type.NORMAL] * len(tokens)  # as llama.cpp reads such files
+        for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
             if kind == _Type.NORMAL and isinstance(token, str):
                 yield index, token

@@ -33,7 +33,15 @@ from caraserve.tokenizer.tool_format import ToolFormat
 
 # Encoding runs at a few MB/s: longer texts would block the event loop for over a millisecond.
 ENCODED_IN_PLACE_CHARACTERS = 2048
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# The least and the greatest value of each default that a model may have, as requests may.
+_SAMPLING_RANGES = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "top_k": (-1, 1 << 31),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, 100),
+}
+_ABOVE_LEAST = ("top_p", "repetition_penalty")
 _SHOWN_FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
 _MAX_JSON_BYTES = 64 << 20
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's token of a byte
@@ -298,6 +306,7 @@ def load_tokenizer(
     settings = stored.settings
     stored.tokenizer.no_truncation()
     stored.tokenizer.no_padding()
+    _check_sampling(stored.sampling, folder)
     special_tokens = _special_tokens(settings)
     template = ChatTemplate.load(folder, settings, chat_template, special_tokens, tool_call_parser)
     info = _info(settings, template)
@@ -321,6 +330,18 @@ class _Stored:
     pad_id: int | None
 
 
+def _check_sampling(sampling: Mapping[str, Any], path: Path) -> None:
+    """Raises ModelLoadError for a default with which no request could be answered."""
+    for name, value in sampling.items():
+        low, high = _SAMPLING_RANGES[name]
+        is_number = type(value) in ((int,) if name == "top_k" else (int, float))
+        if not (is_number and low <= value <= high and (value > low or name not in _ABOVE_LEAST)):
+            kind = "a whole number" if name == "top_k" else "a number"
+            sign = "above" if name in _ABOVE_LEAST else "of at least"
+            source = path if path.is_file() else path / "generation_config.json"
+            raise ModelLoadError(f"{source}: {name} is {value!r}; it must be {kind} {sign} {low} and at most {high}")
+
+
 def _stored_in_folder(folder: Path) -> _Stored:
     tokenizer = _tokenizer_in(folder)
     settings = _read_json(folder / "tokenizer_config.json")
@@ -334,7 +355,7 @@ def _stored_in_folder(folder: Path) -> _Stored:
         ends = {eos_id}
     sampling = {
         name: generation[name]
-        for name in _SAMPLING_DEFAULTS
+        for name in _SAMPLING_RANGES
         if generation.get("do_sample") and isinstance(generation.get(name), int | float)
     }
     pad_id = config.get("pad_token_id")

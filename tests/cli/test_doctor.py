@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from caraserve import demo
 from caraserve.cli import doctor
@@ -135,6 +137,10 @@ def test_a_model_folder_without_one_of_its_files_is_a_problem(missing: str, tmp_
 def test_quantised_weights_are_counted_as_the_device_stores_them(tmp_path: Path) -> None:
     for file in demo.model_folder().iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name], tensors[f"{name}_scale"] = tensors[name].to(torch.float8_e4m3fn), torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     section = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))

@@ -96,7 +96,7 @@ def random_codes(
     arrays: dict[str, Array] = {"codes": finite[rng.integers(0, len(finite), (outputs, inputs))]}
     match kind.scale:
         case Scale.E4M3:
-            arrays |= {"scale": integers(0x20, 0x40, np.uint8), "divisor": (1 / floats((outputs,), Dtype.F32))}
+            arrays |= {"scale": integers(0x20, 0x40, np.uint8), "divisor": np.reciprocal(floats((outputs,), Dtype.F32))}
         case Scale.E8M0:
             arrays["scale"] = integers(119, 125, np.uint8)
         case Scale.NESTED:

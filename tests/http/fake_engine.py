@@ -218,6 +218,9 @@ class FakeStream:
         self._deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
         self._ended = False
 
+    def write_with(self, write: Callable[[str, int], bool]) -> None:
+        """Passes nothing to `write`: the reader gets all that is fed."""
+
     def served_by(self) -> str:
         return "org/base" if self.request.adapter is None else f"{self.request.adapter}@{self._digest}"
 

@@ -56,10 +56,14 @@ def logprobs_of(events: list[dict[str, Any]]) -> list[Any]:
 
 
 @asynccontextmanager
-async def serving(interval: int, observers: EngineObservers | None = None) -> AsyncIterator[aiohttp.ClientSession]:
+async def serving(
+    interval: int, observers: EngineObservers | None = None, **engine: Any
+) -> AsyncIterator[aiohttp.ClientSession]:
     """Serves the demo's model; the engine has ended its requests when the context has ended."""
     config = http_config(stream_interval=interval)
-    async with running(model_config(demo.model_folder()), lora_config({}), engine_config(), observers) as engine:
+    async with running(
+        model_config(demo.model_folder()), lora_config({}), engine_config(**engine), observers
+    ) as engine:
         runner, port = await start_http(make_app(engine, config, new_metrics(), allow_lora_updates=False), config)
         try:
             async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:

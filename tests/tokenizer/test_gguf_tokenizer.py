@@ -306,3 +306,5 @@ def test_a_tokenizer_of_another_model_beside_the_file_is_seen() -> None:
     assert disagreement(made, byte_level("gpt-2")) == ""
     others = [*TOKENS[1:], TOKENS[0]]
     assert "token 0 is '!' there" in disagreement(made, byte_level("gpt-2", **{"tokenizer.ggml.tokens": others}))
+    without_types = {"tokenizer.ggml.tokens": others, "tokenizer.ggml.token_type": None}
+    assert "token 0 is '!' there" in disagreement(made, byte_level("gpt-2", **without_types))

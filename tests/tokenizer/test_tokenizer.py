@@ -110,6 +110,21 @@ def test_default_sampling_is_the_models_when_it_samples(tmp_path: Path, generati
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("temperature", -0.5, "a number of at least 0 and at most 100"),
+        ("top_p", 0.0, "a number above 0 and at most 1"),
+        ("top_k", 2.5, "a whole number of at least -1"),
+        ("min_p", float("nan"), "a number of at least 0"),
+        ("repetition_penalty", True, "a number above 0"),
+    ],
+)
+def test_default_sampling_that_no_request_may_have_is_refused(tmp_path: Path, name: str, value: Any, rule: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"generation_config.json: {name} is .*; it must be {rule}"):
+        loaded(with_file(tmp_path, generation_config={"do_sample": True, name: value}))
+
+
+@pytest.mark.parametrize(
     ("files", "words"),
     [
         ({"tokenizer": None}, "no tokenizer.json"),

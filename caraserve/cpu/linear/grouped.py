@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from caraserve.core.lora_layout import PANEL
-from caraserve.cpu.jit import compiled_separately, kernel, made_for
+from caraserve.cpu.jit import compiled_separately, kernel, made_for, unset
 from caraserve.cpu.linear.base import K_BLOCK, WeightKernels
 from caraserve.cpu.linear.expanding import gather, product, row_by_pieces
 from caraserve.cpu.linear.grouped_decoding import Decoder
@@ -34,12 +34,8 @@ _call5 = call_by_address(5)
 _sums, _rest = stack_bytes(4 * PANEL), stack_bytes(4 * PANEL * 32)  # 32: most inputs of a chunk
 
 
-def _unset(*arguments: Any) -> Any:
-    raise AssertionError("replaced for each kind of codes")
-
-
 # Names that `made_for` replaces for each kind of codes: tiles, and sizes in bytes as in `Layout`.
-_constants = _row = _weights = _held = _group_bytes = _unset
+_constants = _row = _weights = _held = _group_bytes = unset
 _DIVISORS = _ABOVE = _SCALES = _CHUNK = _INPUTS = np.int64(0)
 
 

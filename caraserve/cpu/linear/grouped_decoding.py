@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from caraserve.cpu.linear.grouped_layout import Layout
 from caraserve.cpu.linear.grouped_scales import Scales
-from caraserve.cpu.simd import HAS_PERMUTES, HAS_WIDE_REGISTERS, I32, LANES, VF, VI, emit_fma, emit_rounded
+from caraserve.cpu.simd import HAS_PERMUTES, HAS_WIDE_REGISTERS, I32, LANES, VF, VI, emit_fma, emit_rounded, ints
 from caraserve.model.dtype import Code, Dtype, decoded
 from caraserve.model.formats.grouped import GroupedCodes, Offset, Scale
 
@@ -27,10 +27,6 @@ _FP8_EXPONENT = -120  # 2^120: a code's value over that of the fp32 number with 
 _UNSHIFTED = {4: 4, 8: 3}  # codes that are converted in their places before a word is shifted
 _LOOKS_UP_BYTES = HAS_PERMUTES and not HAS_WIDE_REGISTERS
 Place = tuple[int, int]  # of a code in a word: shift to the right, and position then
-
-
-def _ints(value: int) -> Any:
-    return ir.Constant(VI, [value] * LANES)
 
 
 def _floats(value: float) -> Any:
@@ -99,7 +95,7 @@ def _moved_byte(b: Any, word: Any, index: int) -> Any:
 
 def _every_other(b: Any, word: Any, parity: int) -> Any:
     """Returns the codes of four bits of even or odd index, as bytes."""
-    return b.and_(b.lshr(word, _ints(4)) if parity else word, _ints(0x0F0F0F0F))
+    return b.and_(b.lshr(word, ints(4)) if parity else word, ints(0x0F0F0F0F))
 
 
 def emit_joined(b: Any, low: Any, rest: Any, number: int, parity: int, high: int) -> Any:
@@ -117,9 +113,9 @@ def emit_joined(b: Any, low: Any, rest: Any, number: int, parity: int, high: int
 
 def _converted(b: Any, word: Any, place: Place, bits: int) -> Any:
     shift, position = place
-    shifted = b.lshr(word, _ints(shift)) if shift else word
+    shifted = b.lshr(word, ints(shift)) if shift else word
     if position or shift + bits < 32:
-        shifted = b.and_(shifted, _ints(((1 << bits) - 1) << position))
+        shifted = b.and_(shifted, ints(((1 << bits) - 1) << position))
     return b.sitofp(shifted, VF)
 
 
@@ -195,7 +191,7 @@ def _in_quarters(b: Any, one: Any, other: Any, order: Sequence[int]) -> Any:
 
 
 def _permuted_wide(b: Any, values: Sequence[float], word: Any, position: int) -> Any:
-    shifted = b.lshr(word, _ints(position)) if position else word  # the instruction reads the low four bits of a lane
+    shifted = b.lshr(word, ints(position)) if position else word  # the instruction reads the low four bits of a lane
     name = "llvm.x86.avx512.permvar.sf.512"
     permute = cgutils.get_or_insert_function(b.module, ir.FunctionType(VF, [VF, VI]), name)
     return b.call(permute, [ir.Constant(VF, list(values)), shifted])
@@ -226,7 +222,7 @@ def _fp8_numbers(b: Any, word: Any) -> Emit:
 
     def number(index: int) -> Any:
         two = halves(index % 2)
-        return b.bitcast(b.and_(two, _ints(-0x10000)) if index >= 2 else b.shl(two, _ints(16)), VF)
+        return b.bitcast(b.and_(two, ints(-0x10000)) if index >= 2 else b.shl(two, ints(16)), VF)
 
     return number
 

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from caraserve.core.lora_layout import PANEL
-from caraserve.cpu.jit import compiled_separately, made_for
+from caraserve.cpu.jit import compiled_separately, made_for, unset
 from caraserve.cpu.linear.base import WeightKernels
 from caraserve.cpu.linear.byte_products import LARGE_START, WIDTH, WORDS, emit_dots, emit_looked_up, filled
 from caraserve.cpu.linear.expanding import add_sums
@@ -54,11 +54,7 @@ _ROWS = np.int64(128)
 _sums = stack_bytes(4 * PANEL * int(_ROWS))
 
 
-def _unset(*arguments: Any) -> Any:
-    raise AssertionError("replaced for each kind of codes")
-
-
-_constants = _held = _dots = _unset
+_constants = _held = _dots = unset
 _DIVISORS = _ABOVE = _SCALES = _CHUNK = _INPUTS = np.int64(0)
 _UNIT = np.int64(0)  # inputs of a block
 _PAIRED = np.int64(0)  # 1: inputs with an even index come first
