@@ -121,6 +121,11 @@ def _document(args: argparse.Namespace, llama: LlamaCpp | None, vllm: Vllm | Non
     }
 
 
+def _without_folders(text: str) -> str:
+    """Returns a text without the paths of this machine's home and of the current folder."""
+    return text.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", "~/")
+
+
 def _continued(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
     """Returns the document at `path` if it is of the same settings and programs, otherwise the fresh one. Raises
     ConfigError for a document of others."""
@@ -176,7 +181,7 @@ async def _measure_format(
         for server in servers:
             command = server.command
             measured["servers"][command.title] = {
-                "command": shlex.join(command.arguments),
+                "command": _without_folders(shlex.join(command.arguments)),
                 "environment": dict(command.environment),
                 "first_tokens": {
                     "adapter" if adapter else "base": await first_tokens(server, adapter)
