@@ -18,8 +18,8 @@ from collections.abc import Callable, Generator, Sequence
 from caraserve.config import EngineConfig
 from caraserve.core.backend import Backend
 from caraserve.core.batch import DeviceLost
-from caraserve.core.request import FinishReason, GenerateRequest, Phase, Request, TokenLogprob
-from caraserve.engine.active_request import ActiveRequest
+from caraserve.core.request import GenerateRequest, Phase, Request
+from caraserve.engine.active_request import ActiveRequest, Ending
 from caraserve.engine.batch_launcher import BatchLauncher, LaunchedBatch
 from caraserve.engine.batch_timeline import BatchTimeline
 from caraserve.engine.executor import Executor, Iteration
@@ -35,7 +35,6 @@ from caraserve.engine.token_stream import TokenStream
 from caraserve.engine.unread import UnreadAnswer, UnreadBudget, default_budget_bytes
 from caraserve.errors import (
     BackendFailed,
-    CaraServeError,
     ContextLengthExceeded,
     Displaced,
     Draining,
@@ -178,7 +177,7 @@ class Engine:
         elif inputs.adapter is not None:
             adapter = self.catalog.pin(inputs.adapter)
         if displaced is not None:
-            self._finish(displaced, "error", error=Displaced(message, retry_after_s=retry_after_s))
+            self._finish(displaced, Ending("error", error=Displaced(message, retry_after_s=retry_after_s)))
         active = self._make_active(inputs, adapter, unread)
         self._queues.waiting.push(inputs.tenant, active)
         # Loads start without waiting for the iteration under way.
@@ -290,7 +289,7 @@ class Engine:
         cancelled, self._cancelled = self._cancelled[:_CANCELLED_AT_ONCE], self._cancelled[_CANCELLED_AT_ONCE:]
         for active in cancelled:
             if not active.is_finished:
-                self._finish(active, "cancelled")
+                self._finish(active, Ending("cancelled"))
         if self._cancelled:  # one response may have had thousands of requests
             self._wake.set()
             await asyncio.sleep(0)  # without an iteration under way, this is where other tasks run
@@ -298,10 +297,10 @@ class Engine:
             self.failure = self.failure or str(cause)
         if self.failure is not None:
             for active in self._queues.all():
-                self._finish(active, "error", error=BackendFailed(f"the device has failed: {self.failure}"))
+                self._finish(active, Ending("error", error=BackendFailed(f"the device has failed: {self.failure}")))
         for active in [*self._queues.loading, *self._queues.running]:
             if active.adapter is not None and active.adapter.tier is AdapterTier.FAILED:
-                self._finish(active, "error", error=active.adapter.error)
+                self._finish(active, Ending("error", error=active.adapter.error))
         if self.unread.has_changed:
             self.unread.has_changed = False
             self._queues.follow_readers()
@@ -379,7 +378,7 @@ class Engine:
             self.failure = str(cause)
         for active in lost:
             if not active.is_finished:
-                self._finish(active, "error", error=BackendFailed(f"the iteration failed: {cause}"))
+                self._finish(active, Ending("error", error=BackendFailed(f"the iteration failed: {cause}")))
 
     # --- the beginning and the end of a request ---
 
@@ -413,33 +412,13 @@ class Engine:
             self._cancelled.append(active)
             self._wake.set()
 
-    def _finish(
-        self,
-        active: ActiveRequest,
-        reason: FinishReason,
-        *,
-        stop_reason: str | int | None = None,
-        error: CaraServeError | None = None,
-        text: str = "",
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] = (),
-        embedding: bytes | None = None,
-    ) -> None:
+    def _finish(self, active: ActiveRequest, ending: Ending) -> None:
         """Removes a request from its queue, releases its resources and sends its last delta."""
         self._queues.remove(active)
         self._unfinished -= 1
         self.request_counts.end(active.request.inputs.adapter)
         self._update_idle()
-        finish = active.finish(
-            reason,
-            self._now(),
-            stop_reason=stop_reason,
-            error=error,
-            text=text,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            embedding=embedding,
-        )
+        finish = active.finish(ending, self._now())
         self._metrics.observe_finish(finish)
         inputs, first_s = active.request.inputs, active.first_token_s
         self._metrics.observe_request(inputs, finish, None if first_s is None else first_s - inputs.arrival_s)

@@ -34,6 +34,19 @@ class TokenText(NamedTuple):
     stop_reason: str | int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ends, and what its last delta has beside that: a text, tokens with their scores, an embedding."""
+
+    reason: FinishReason
+    stop_reason: str | int | None = None
+    error: CaraServeError | None = None
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    embedding: bytes | None = None
+
+
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
     """A request from its submission to its end. Identity is the object."""
@@ -232,32 +245,21 @@ class ActiveRequest:
         self.prompt_scored += len(new)
         self.stream.put(TokenDelta("", (), prompt_logprobs=(*first, *new)))
 
-    def finish(
-        self,
-        reason: FinishReason,
-        now_s: float,
-        *,
-        stop_reason: str | int | None = None,
-        error: CaraServeError | None = None,
-        text: str = "",
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] = (),
-        embedding: bytes | None = None,
-    ) -> Finish:
+    def finish(self, ending: Ending, now_s: float) -> Finish:
         """Ends the request and sends its last delta, which contains the returned `Finish`."""
         request = self.request
         request.move_to(Phase.FINISHED, now_s)
         finish = Finish(
-            reason=reason,
+            reason=ending.reason,
             prompt_tokens=request.prompt_tokens,
             completion_tokens=len(request.output_ids),
             cached_tokens=request.cached_tokens,
             phases=request.phases(now_s, "" if self.choice is None else self.choice.name),
-            stop_reason=stop_reason,
-            error=error,
+            stop_reason=ending.stop_reason,
+            error=ending.error,
             served_by=self.stream.served_by(),
             head=None if self.spec is None else self.spec.head,
         )
-        text += self.detokenizer.flush()
-        self.stream.put(TokenDelta(text, token_ids, logprobs, finish=finish, embedding=embedding))
+        text = ending.text + self.detokenizer.flush()
+        self.stream.put(TokenDelta(text, ending.token_ids, ending.logprobs, finish=finish, embedding=ending.embedding))
         return finish

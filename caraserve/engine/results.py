@@ -5,36 +5,18 @@ between tokens, of which most are the same.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from caraserve.core.batch import RowResult, ScheduledRow, StepResult
-from caraserve.core.request import FinishReason, TokenDelta, TokenLogprob
+from caraserve.core.request import TokenDelta
 from caraserve.core.tenant import Tenant
-from caraserve.engine.active_request import ActiveRequest
+from caraserve.engine.active_request import ActiveRequest, Ending
 from caraserve.engine.batch_launcher import LaunchedBatch
 from caraserve.engine.batch_timeline import BatchTimeline
 from caraserve.engine.queues import RequestQueues
 from caraserve.engine.slot_allocator import SlotAllocator
 from caraserve.engine.speculation import Speculation
-from caraserve.errors import CaraServeError, NonFiniteLogits
+from caraserve.errors import NonFiniteLogits
 from caraserve.telemetry.metrics import Metrics
-
-
-class Finisher(Protocol):
-    """Ends a request, and sends its last delta with the text, the tokens and the scores given."""
-
-    def __call__(
-        self,
-        active: ActiveRequest,
-        reason: FinishReason,
-        *,
-        stop_reason: str | int | None = None,
-        error: CaraServeError | None = None,
-        text: str = "",
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] = (),
-        embedding: bytes | None = None,
-    ) -> None: ...
 
 
 class ResultRecorder:
@@ -47,7 +29,7 @@ class ResultRecorder:
         speculation: Speculation,
         timeline: BatchTimeline,
         metrics: Metrics,
-        finish: Finisher,
+        finish: Callable[[ActiveRequest, Ending], None],
         *,
         base_name: str,
         eos_ids: frozenset[int],
@@ -71,18 +53,20 @@ class ResultRecorder:
                 continue
             if waits_ms is not None:
                 active.record_waits(result, waits_ms[index])
-            if active.choice is not None:
-                self._observe_choice(active, outcome.done_s)
+            self._observe_choice(active, outcome.done_s)
             if not result.is_finite:
                 self._slots.pool.forget(active.request.blocks)  # no later request may reuse its blocks
                 name = active.request.inputs.adapter or self._base_name
-                self._finish(active, "error", error=result.failure or NonFiniteLogits(name))
+                self._finish(active, Ending("error", error=result.failure or NonFiniteLogits(name)))
             elif result.failure is not None:
-                self._finish(active, "error", error=result.failure)
-            elif result.token_ids:
-                self._record_tokens(active, row, result, counts)
+                self._finish(active, Ending("error", error=result.failure))
             else:
-                self._record_without_tokens(active, row, result)
+                if result.prompt_scored:
+                    active.send_prompt_scores(row, result)
+                if result.token_ids:
+                    self._record_tokens(active, row, result, counts)
+                else:
+                    self._record_without_tokens(active, row, result)
             yield
         for tenant, tokens in counts.tokens.items():
             self._queues.waiting.charge(tenant, 0, tokens)
@@ -90,10 +74,7 @@ class ResultRecorder:
             self._metrics.observe_token_gaps(outcome.done_s - before_s, tokens)
 
     def _record_tokens(self, active: ActiveRequest, row: ScheduledRow, result: RowResult, counts: "_Counts") -> None:
-        request = active.request
-        if result.prompt_scored:
-            active.send_prompt_scores(row, result)
-        tenant = request.inputs.tenant
+        tenant = active.request.inputs.tenant
         counts.tokens[tenant] = counts.tokens.get(tenant, 0) + 1 + len(row.drafts)
         if row.drafts:
             self._speculation.settle(active, row, result)
@@ -103,8 +84,8 @@ class ResultRecorder:
             added, reason, stop_reason = active.record_token(token, self._eos_ids, self._max_context, self._now)
             text += added
             if reason is not None:
-                ids, logprobs = result.token_ids[:count], result.scored[:count]
-                self._finish(active, reason, stop_reason=stop_reason, text=text, token_ids=ids, logprobs=logprobs)
+                ids, scored = result.token_ids[:count], result.scored[:count]
+                self._finish(active, Ending(reason, stop_reason, None, text, ids, scored))
                 return
         if result.scored:
             active.stream.put(TokenDelta(text, result.token_ids, result.scored))
@@ -113,13 +94,11 @@ class ResultRecorder:
 
     def _record_without_tokens(self, active: ActiveRequest, row: ScheduledRow, result: RowResult) -> None:
         request = active.request
-        if result.prompt_scored:
-            active.send_prompt_scores(row, result)
         if result.embedding is not None:
             if (embedding := active.pool(row, result.embedding)) is not None:
-                self._finish(active, "stop", embedding=embedding)
+                self._finish(active, Ending("stop", embedding=embedding))
         elif request.inputs.params.max_tokens == 0 and row.start + row.count == request.prompt_tokens:
-            self._finish(active, "length")
+            self._finish(active, Ending("length"))
 
     def _observe_choice(self, active: ActiveRequest, done_s: float) -> None:
         """Reports, once for each request, the start that mode `auto` chose, and its predicted and measured time."""

@@ -91,10 +91,8 @@ class _Pass:
             return
         drafts = self._drafts_of(request)
         count = _chunk(request, self.tokens_left) + len(drafts)
-        blocks: list[int] | None = []
-        if request.computed + count > len(request.blocks) * limits.block_tokens:
-            blocks = self._take(index, blocks_missing(request, request.computed + count, limits.block_tokens))
-        if blocks is None:
+        missing = blocks_missing(request, request.computed + count, limits.block_tokens)
+        if (blocks := self._take(index, missing) if missing else []) is None:
             return
         decodes = count == 1 and request.prompt_tokens <= request.computed == total_tokens(request) - 1
         row = _decode_row(request, slot) if decodes else _row(request, count, slot, limits, drafts)
