@@ -27,6 +27,24 @@ MAX_STOPS = 16
 MAX_LOGIT_BIAS = 300
 
 
+class SamplingRange(NamedTuple):
+    """The values of a sampling parameter: [low, high], or (low, high] where `above_low`."""
+
+    low: int
+    high: int
+    above_low: bool = False
+
+
+# Of the parameters that a model may have defaults for.
+SAMPLING_RANGES = {
+    "temperature": SamplingRange(0, 100),
+    "top_p": SamplingRange(0, 1, above_low=True),
+    "top_k": SamplingRange(-1, 1 << 31),
+    "min_p": SamplingRange(0, 1),
+    "repetition_penalty": SamplingRange(0, 100, above_low=True),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Validated parameters by which tokens are chosen and generation ends.

@@ -1,6 +1,7 @@
 """The texts of single tokens, as far as they do not depend on the tokens around them."""
 
 import json
+import re
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -8,7 +9,7 @@ from tokenizers import Tokenizer
 # Parts of decoders that look at one token at a time. Those of bytes join them, so tokens that are parts of characters
 # have no text here; `Strip` takes a space from the beginning of the whole text alone.
 _SEPARATE = frozenset({"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
-_BYTE_CHARACTERS = 6  # of a token of one byte, as <0x0A>
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's token of a byte
 
 
 class TokenTexts:
@@ -30,21 +31,24 @@ class TokenTexts:
 
     def _find(self, token_id: int) -> str | None:
         token = self._tokenizer.id_to_token(token_id)
-        if not self._are_separate or token is None or token_id in self._added:
-            return None
-        if len(token) == _BYTE_CHARACTERS and token.startswith("<0x"):
+        if not self._are_separate or token is None or token_id in self._added or BYTE.fullmatch(token):
             return None
         once, twice = self._tokenizer.decode([token_id]), self._tokenizer.decode([token_id, token_id])
         text = str(twice[len(once) :])  # after the first token a decoder strips no space
         return None if "\ufffd" in text else text or None
 
 
-def _decodes_separately(tokenizer: Tokenizer) -> bool:
+def decoder_parts(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Returns the steps by which tokens become text, as tokenizer.json has them; none without a decoder."""
     if tokenizer.decoder is None:
-        return False
-    decoder: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
-    parts = decoder.get("decoders", [decoder])
-    return all(part["type"] in _SEPARATE and _is_of_one_token(part) for part in parts)
+        return []
+    decoder = json.loads(tokenizer.decoder.__getstate__())
+    return list(decoder.get("decoders", [decoder]))
+
+
+def _decodes_separately(tokenizer: Tokenizer) -> bool:
+    parts = decoder_parts(tokenizer)
+    return bool(parts) and all(part["type"] in _SEPARATE and _is_of_one_token(part) for part in parts)
 
 
 def _is_of_one_token(part: dict[str, Any]) -> bool:

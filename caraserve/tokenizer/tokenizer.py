@@ -6,7 +6,6 @@ batches of one, which block no other thread.
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any
 from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
+from caraserve.core.request import SAMPLING_RANGES
 from caraserve.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from caraserve.model.gguf.files import read_metadata
 from caraserve.model.opened_file import TensorFileError
@@ -28,23 +28,13 @@ from caraserve.tokenizer.detokenizer import Decode, Detokenizer
 from caraserve.tokenizer.gguf_tokenizer import PAD_KEY, disagreement, read_settings, read_tokenizer
 from caraserve.tokenizer.grammar import GrammarCompiler
 from caraserve.tokenizer.reasoning import ReasoningFormat, detect_reasoning, reasoning_tokens
-from caraserve.tokenizer.token_texts import TokenTexts
+from caraserve.tokenizer.token_texts import BYTE, TokenTexts, decoder_parts
 from caraserve.tokenizer.tool_format import ToolFormat
 
 # Encoding runs at a few MB/s: longer texts would block the event loop for over a millisecond.
 ENCODED_IN_PLACE_CHARACTERS = 2048
-# The least and the greatest value of each default that a model may have, as requests may.
-_SAMPLING_RANGES = {
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "top_k": (-1, 1 << 31),
-    "min_p": (0, 1),
-    "repetition_penalty": (0, 100),
-}
-_ABOVE_LEAST = ("top_p", "repetition_penalty")
 _SHOWN_FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
 _MAX_JSON_BYTES = 64 << 20
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's token of a byte
 _SPACE_MARK = "\u2581"  # SentencePiece's visible space
 # The length of a text in tokens is first estimated from pieces of this size, at 10 ms each, so that only the beginning
 # of a far too long text is encoded. Pieces have a few more tokens than the whole, never twice as many.
@@ -120,7 +110,8 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._texts = TokenTexts(tokenizer)
         self._bytes_of_token: dict[int, bytes] = {}  # a cache: logprobs name up to 20 tokens for each one
-        self._bytes_of_char = _byte_level_alphabet() if _is_byte_level(tokenizer) else None
+        is_byte_level = any(part["type"] == "ByteLevel" for part in decoder_parts(tokenizer))
+        self._bytes_of_char = _byte_level_alphabet() if is_byte_level else None
         self.grammars = GrammarCompiler(tokenizer.to_str, vocab_size, sorted(eos_ids))
         encode = partial(self.encode, add_special_tokens=False)
         marks = reasoning_tokens(tokenizer.get_vocab(), encode, self.token_bytes)
@@ -216,7 +207,7 @@ class Tokenizer:
             return b"".join(
                 bytes([self._bytes_of_char[char]]) if char in self._bytes_of_char else char.encode() for char in token
             )
-        if (byte := _BYTE.fullmatch(token)) is not None:
+        if (byte := BYTE.fullmatch(token)) is not None:
             return bytes.fromhex(byte[1])
         return str(token).replace(_SPACE_MARK, " ").encode()
 
@@ -333,11 +324,11 @@ class _Stored:
 def _check_sampling(sampling: Mapping[str, Any], path: Path) -> None:
     """Raises ModelLoadError for a default with which no request could be answered."""
     for name, value in sampling.items():
-        low, high = _SAMPLING_RANGES[name]
+        low, high, above_low = SAMPLING_RANGES[name]
         is_number = type(value) in ((int,) if name == "top_k" else (int, float))
-        if not (is_number and low <= value <= high and (value > low or name not in _ABOVE_LEAST)):
+        if not (is_number and low <= value <= high) or (above_low and value == low):
             kind = "a whole number" if name == "top_k" else "a number"
-            sign = "above" if name in _ABOVE_LEAST else "of at least"
+            sign = "above" if above_low else "of at least"
             source = path if path.is_file() else path / "generation_config.json"
             raise ModelLoadError(f"{source}: {name} is {value!r}; it must be {kind} {sign} {low} and at most {high}")
 
@@ -355,7 +346,7 @@ def _stored_in_folder(folder: Path) -> _Stored:
         ends = {eos_id}
     sampling = {
         name: generation[name]
-        for name in _SAMPLING_RANGES
+        for name in SAMPLING_RANGES
         if generation.get("do_sample") and isinstance(generation.get(name), int | float)
     }
     pad_id = config.get("pad_token_id")
@@ -446,12 +437,6 @@ def _info(settings: Mapping[str, Any], template: ChatTemplate | None) -> dict[st
         **flags,
         **({} if template is None else {"chat_template": template.source}),
     }
-
-
-def _is_byte_level(tokenizer: _Tokenizer) -> bool:
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
-    kinds = [decoder.get("type"), *(part.get("type") for part in decoder.get("decoders", []))]
-    return "ByteLevel" in kinds
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -9,7 +9,7 @@ from caraserve.core.adapter_rules import MAX_LABEL_CHARACTERS as MAX_LABEL_CHARA
 from caraserve.core.adapter_rules import MAX_LABELS as MAX_LABELS
 from caraserve.core.adapter_rules import PINS
 from caraserve.core.combined_names import MAX_MEMBERS
-from caraserve.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_STOPS
+from caraserve.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_STOPS, SAMPLING_RANGES
 from caraserve.http.body.field_types import (
     BOOLEAN,
     INTEGER,
@@ -75,12 +75,19 @@ STREAM_OPTIONS = OtherField(
 
 # --- sampling ---
 
+
+def _with_range(name: str, default: float) -> NumberField:
+    """Returns the field of a sampling parameter, with its range."""
+    low, high, above_low = SAMPLING_RANGES[name]
+    return NumberField(name, low, high, default, above_low)
+
+
 N = IntegerField("n", 1, MAX_N, 1)
 SEED = IntegerField("seed", -SEEDS, SEEDS - 1, None)
-TEMPERATURE = NumberField("temperature", 0, 100, 1.0)
-TOP_P = NumberField("top_p", 0, 1, 1.0, above_low=True)
-TOP_K = IntegerField("top_k", -1, 1 << 31, 0)
-MIN_P = NumberField("min_p", 0, 1, 0.0)
+TEMPERATURE = _with_range("temperature", 1.0)
+TOP_P = _with_range("top_p", 1.0)
+TOP_K = IntegerField("top_k", SAMPLING_RANGES["top_k"].low, SAMPLING_RANGES["top_k"].high, 0)
+MIN_P = _with_range("min_p", 0.0)
 MIN_TOKENS = IntegerField("min_tokens", 0, LARGEST, 0)
 _STOP = text_of(MAX_STOP_CHARACTERS)
 STOP = OtherField("stop", any_of(_STOP, list_of(_STOP, maxItems=MAX_STOPS)))
@@ -90,7 +97,7 @@ IGNORE_EOS = BooleanField("ignore_eos", False)
 SKIP_SPECIAL_TOKENS = BooleanField("skip_special_tokens", True)
 PRESENCE_PENALTY = NumberField("presence_penalty", -2, 2, 0.0)
 FREQUENCY_PENALTY = NumberField("frequency_penalty", -2, 2, 0.0)
-REPETITION_PENALTY = NumberField("repetition_penalty", 0, 100, 1.0, above_low=True)
+REPETITION_PENALTY = _with_range("repetition_penalty", 1.0)
 LOGIT_BIAS = OtherField(
     "logit_bias", map_of({"type": "number", "minimum": -100, "maximum": 100}, "^[0-9]{1,9}$", MAX_LOGIT_BIAS)
 )
