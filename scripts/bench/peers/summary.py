@@ -152,13 +152,13 @@ def _note(document: Mapping[str, Any]) -> str:
 
 
 def draw(document: Mapping[str, Any]) -> bytes:
-    """Draws each metric as bars by format, a bar for each server."""
+    """Draws each metric as bars by format, a bar for each server, which has its colour in all of them."""
     found = comparisons(document)
+    servers = dict.fromkeys([OURS, *(one.server for one in found)])
     panels = []
     for metric in METRICS:
         here = [one for one in found if one.metric == metric]
         forms = list(dict.fromkeys(one.form for one in here))
-        servers = list(dict.fromkeys([OURS, *(one.server for one in here)]))
         series = [
             Series(
                 name, tuple(_only(one.ours for one in here if (one.form, one.server) == (form, name)) for form in forms)
