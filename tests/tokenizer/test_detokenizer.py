@@ -117,6 +117,14 @@ def test_invalid_bytes_are_emitted_at_the_end(kind: str) -> None:
     assert text.count("\ufffd") >= 1
 
 
+def test_a_byte_after_invalid_ones_is_what_decoding_all_of_them_gives() -> None:
+    """A decoder joins bytes that follow each other: a letter's byte among invalid ones is no letter."""
+    subject, tokenizer = detokenizer("sentencepiece", []), TOKENIZERS["sentencepiece"]
+    broken, letter = (tokenizer.token_to_id(token) for token in ("<0xFF>", "<0x41>"))
+    ids = [tokenizer.token_to_id("cat"), *[broken] * 16, letter]
+    assert "".join(subject.push(token)[0] for token in ids) + subject.flush() == tokenizer.decode(ids)
+
+
 def _push_text(subject: Detokenizer, text: str) -> tuple[list[str], str | None]:
     """Pushes characters one token each (byte-level, so that stop strings cross token borders)."""
     parts = []
