@@ -33,7 +33,7 @@ from caraserve.gpu.forward.iteration import IterationRunner, LaneResources
 from caraserve.gpu.forward.warm_up import issue_products, product_rows, warm_up_shapes
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.adapters import DeviceImages, RegisteredMemory
-from caraserve.gpu.memory.copier import AdapterCopier, DeviceContext
+from caraserve.gpu.memory.copier import TIMED_BYTES, AdapterCopier, DeviceContext
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, SYNC_SLOTS, HostRegion
 from caraserve.gpu.memory.link_queue import LinkQueue
 from caraserve.gpu.memory.masks import LaneMasks, mask_bytes
@@ -119,7 +119,8 @@ class BackendParts:
         self.merged = MergedDeviceWeights(plan, weights, MAX_RANK) if sizes.merging else None
         memories = [_lane_memory(plan, weights, sizes, capacity, device) for capacity in capacities]
         dtype = DTYPES_OF_TORCH[weights.dtype]
-        region, host = _host_memory(plan, dtype, sizes, capacities, driver)
+        region, self._host = _host_memory(plan, dtype, sizes, capacities, driver)
+        host = self._host
         self.context = context = _channels(device, region, host)
         _first_products(context, weights)
         delta_nets = make_delta_nets(plan, weights.dtype, device.device, sizes.num_slots)  # the pool takes what is left
@@ -220,6 +221,7 @@ class BackendParts:
         advance()
         if self.limits.assisted_batches:
             self.assisted.warm_up(advance)
+        self._time_link()
         self.captured_graphs.make_gates(self.device.device)
         self.device.synchronize()
 
@@ -234,6 +236,12 @@ class BackendParts:
                 "longer: %s",
                 *(len(failures), self.assisted.graphs.count + self.captured_graphs.count, failures[0]),
             )
+
+    def _time_link(self) -> None:
+        """Measures the link, before any adapter is in the pool, whose bytes it overwrites."""
+        source, target = self.region.arena, self.images.memory
+        num_bytes = min(TIMED_BYTES, source.nbytes, target.numel())
+        self.context.copier.time_link(target.data_ptr(), self._host.on_device(int(source.ctypes.data)), num_bytes)
 
     def close(self) -> None:
         """Frees everything; the launching thread must have ended."""

@@ -164,9 +164,9 @@ def alone(
         patch.setattr(builder, "GRANULE_BYTES", GRANULE_BYTES)
         backend = CudaBackend(plan, loaded, used, device)
         host = Host(driver, backend)
-        spoil_pool(host)
         try:
             backend.warm_up()
+            spoil_pool(host)
             yield host
         finally:
             driver.held.clear()

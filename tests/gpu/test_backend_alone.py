@@ -4,6 +4,7 @@ failing device, and a clean end."""
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from caraserve.gpu.memory.adapters import DeviceImages
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
 from caraserve.kv.memory_budget import MemoryBudget
 from tests.gpu.host_backend import GRANULE_BYTES, KV_BLOCK_BYTES, PATIENCE_S, Host, alone, check_pool, host_tier
+from tests.gpu.host_driver import HostDriver
 from tests.oracle.models import ALL_TARGETS, prompt_of
 from tests.oracle.oracle import Oracle
 from tests.oracle.subject import KINDS, Subject, make_subject
@@ -239,6 +241,17 @@ def test_everything_launched_before_close_has_a_result(subject: Subject) -> None
     assert not ours & {thread.name for thread in threading.enumerate()}
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(host.parts.region.region.fd)
+
+
+def test_the_link_is_measured_before_serving(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostDriver, "link_time", lambda driver, stream, num_bytes: later(num_bytes / 1e8))
+    with alone(subject[0]) as host:
+        assert 0.2e8 < host.parts.context.queue.bytes_per_s < 1.05e8
+
+
+def later(seconds: float) -> Callable[[], bool]:
+    until_s = time.monotonic() + seconds
+    return lambda: time.monotonic() >= until_s
 
 
 def test_a_batch_that_cannot_be_launched_fails_alone_and_in_order(subject: Subject) -> None:

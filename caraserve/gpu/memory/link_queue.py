@@ -1,7 +1,7 @@
 """The order in which adapters are copied over the link to the device, and predicted arrivals.
 
 An adapter is copied in layer groups, and a group in spans small enough that a more urgent one never waits long. Spans
-that a launched iteration waits for go first, then loads in the order of their start. Only about 1 ms of copies is
+that a launched iteration waits for go first, then loads in the order of their start. Only about 3 ms of copies are
 issued ahead, because issued copies cannot be overtaken. `copier.py` issues the spans.
 """
 
@@ -11,7 +11,9 @@ from enum import Enum
 from itertools import pairwise
 
 SPAN_BYTES = 16 << 20  # 0.3 ms of an H200's link
-_WINDOW_S = 0.001  # issued ahead: as long as the launching thread may sleep
+_LEAST_SPAN_BYTES = 256 << 10
+_SPAN_S = 0.001  # most of one span, on a link on which `SPAN_BYTES` would take longer
+_WINDOW_S = 0.003  # issued ahead: the launching thread sleeps for 1 ms at a time, and then waits for the interpreter
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class LinkQueue:
     """Loads that are not completely issued, and the bytes in flight."""
 
     bytes_per_s: float
-    span_bytes: int = SPAN_BYTES
+    span_bytes: int = SPAN_BYTES  # most of a span
     in_flight: int = 0  # bytes of spans
     answers: int = 0  # bytes that CPU workers will send meanwhile, in the same direction
     _loads: dict[int, _QueuedLoad] = field(default_factory=dict)
@@ -114,7 +116,7 @@ class LinkQueue:
             return None
         group = load.groups[load.at]
         start = group.start + load.issued
-        end = min(group.end, start + self.span_bytes)
+        end = min(group.end, start + self._span_bytes)
         span = Span(load.slot, start, end, load.at if end == group.end else None)
         load.issued += end - start
         self.in_flight += end - start
@@ -159,8 +161,12 @@ class LinkQueue:
         return expected
 
     @property
+    def _span_bytes(self) -> int:
+        return min(self.span_bytes, max(_LEAST_SPAN_BYTES, int(self.bytes_per_s * _SPAN_S)))
+
+    @property
     def _window_bytes(self) -> float:
-        return max(2.0 * self.span_bytes, self.bytes_per_s * _WINDOW_S)
+        return max(2.0 * self._span_bytes, self.bytes_per_s * _WINDOW_S)
 
 
 def choose_source(*, arrived: bool, arrives_s: float, use_s: float, stall_s: float | None) -> LoraSource:

@@ -187,6 +187,18 @@ def test_bytes_still_being_read_delay_only_their_own_load() -> None:
     assert done == [2]
 
 
+def test_the_link_is_measured_by_large_copies_alone() -> None:
+    driver, arrivals = HostDriver(), np.zeros(1, np.uint32)
+    driver.link_bytes_per_s = 1e8
+    queue = LinkQueue(LINK)
+    copier = AdapterCopier(driver, Timelines(driver), queue, address(arrivals))
+    source, target = np.zeros(2 << 20, np.uint8), np.zeros(2 << 20, np.uint8)
+    copier.time_link(address(target), address(source), 1000)
+    assert queue.bytes_per_s == LINK
+    copier.time_link(address(target), address(source), len(source))
+    assert 0.2e8 < queue.bytes_per_s < 1.05e8
+
+
 # --- the padded baseline ---
 
 PLAN = mixed_plan()

@@ -80,6 +80,32 @@ def test_little_is_issued_ahead_of_what_has_arrived() -> None:
     assert made.next() is None
 
 
+def test_a_copy_takes_no_longer_than_the_link_where_arrivals_are_seen_late() -> None:
+    """The launching thread looks every 1 ms, and waits for the interpreter now and then."""
+    link, size = 55e9, 320 * MB
+    made = LinkQueue(link)
+    made.ask(1, layer_groups(ends(size), ()))
+    now_s, free_s = 0.0, 0.0
+    flying: list[tuple[float, int]] = []
+    for look in range(1000):
+        while flying and flying[0][0] <= now_s:
+            made.arrived(flying.pop(0)[1])
+        while (span := made.next()) is not None:
+            free_s = max(now_s, free_s) + (span.end - span.start) / link
+            flying.append((free_s, span.end - span.start))
+        now_s += 0.0025 if look % 2 else 0.001
+    assert free_s == pytest.approx(size / link)
+
+
+@pytest.mark.parametrize("link", [1e8, 12e9, 55e9])
+def test_an_urgent_copy_waits_for_no_more_than_a_few_milliseconds_of_others(link: float) -> None:
+    made = LinkQueue(link)
+    made.ask(1, layer_groups(ends(10**9), ()))
+    while made.next() is not None:
+        pass
+    assert made.arrival_of_issued(0.0) < 0.0055
+
+
 def test_answers_of_cpu_workers_delay_predictions_and_hold_no_load_back() -> None:
     made = queue()
     ask(made, 1, SPAN, SPAN)
