@@ -20,48 +20,50 @@ from caraserve.cpu.backend import CpuBackend
 from caraserve.tokenizer.tokenizer import Tokenizer
 
 _TRIED_TOKENS, _MOST_CHARACTERS = 4000, 8
-_SPUN_S = 0.0003  # sleep ends late by some tenths of a millisecond
-_FOLLOWS_S = 0.0002  # an iteration launched before, or so soon after the one before it ended, begins at that end
+# Since version 0.2, results also say when the device had the launch.
+_REPORTS_LAUNCHES = "launched_s" in StepResult.__dataclass_fields__
+
+Done = Callable[[StepResult | Exception], None]
 
 
 class Clock:
-    """Executes batches one after another in a thread, by waiting."""
+    """Executes batches one after another in a thread, by waiting. One that is launched after the end of the one before
+    begins then, as on a device."""
 
     def __init__(self, decode_s: float, prompt_s: float, launch_s: float) -> None:
         self._decode_s, self._prompt_s, self._launch_s = decode_s, prompt_s, launch_s
-        self._launched: SimpleQueue[tuple[Batch, Callable[[StepResult | Exception], None]]] = SimpleQueue()
-        self._begun: SimpleQueue[tuple[Batch, Callable[[StepResult | Exception], None]]] = SimpleQueue()
+        self._queued: SimpleQueue[tuple[Batch, Done]] = SimpleQueue()
+        self._launched: SimpleQueue[tuple[Batch, Done, float]] = SimpleQueue()
         self._random = random.Random(1)
         self.tokens: list[int] = [0]
         for work in (self._launch, self._execute):
             threading.Thread(target=work, daemon=True).start()
 
-    def add(self, batch: Batch, done: Callable[[StepResult | Exception], None]) -> None:
+    def add(self, batch: Batch, done: Done) -> None:
         """Launches a batch."""
-        self._launched.put((batch, done))
+        self._queued.put((batch, done))
 
     def _launch(self) -> None:
         while True:
-            entry = self._launched.get()
+            batch, done = self._queued.get()
             end_s = time.thread_time() + self._launch_s
             while time.thread_time() < end_s:
                 pass
-            self._begun.put(entry)
+            self._launched.put((batch, done, time.monotonic()))
 
     def _execute(self) -> None:
-        ended_s = time.monotonic()
+        ended_s = 0.0
         while True:
-            batch, done = self._begun.get()
-            now_s = time.monotonic()
-            began_s = ended_s if now_s - ended_s < _FOLLOWS_S else now_s
+            batch, done, launched_s = self._launched.get()
+            began_s = max(ended_s, launched_s)
             has_prompt = any(row.count > 1 for row in batch.rows)
-            end_s = began_s + self._decode_s + self._prompt_s * has_prompt
-            while (left_s := end_s - time.monotonic()) > 0:
-                time.sleep(max(0.0, left_s - _SPUN_S))
-            ended_s = max(end_s, now_s)
+            ended_s = began_s + self._decode_s + self._prompt_s * has_prompt
+            if (left_s := ended_s - time.monotonic()) > 0:
+                time.sleep(left_s)
             draw = self._random.choice
             rows = tuple([RowResult((draw(self.tokens),)) if row.samples else RowResult() for row in batch.rows])
-            done(StepResult(rows, began_s, ended_s))
+            launch = {"launched_s": launched_s} if _REPORTS_LAUNCHES else {}
+            done(StepResult(rows, began_s, ended_s, **launch))
 
 
 def _texts(tokenizer: Tokenizer) -> list[int]:

@@ -10,12 +10,8 @@ of several checkouts run in turns, so that their figures compare. The last line 
 import argparse
 import json
 import os
-import re
 import selectors
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,10 +20,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-_ROOT = Path(__file__).parents[2]
-_READY = re.compile(rb"ready at http://\S+:(\d+)")
-_CORES = sorted(os.sched_getaffinity(0))
+from scripts.bench.checkout_server import CORES, OWN, server_of
+
 _SETTLE_S = 2.0
+_MOST_STREAMS = ("--max-num-seqs", "512")
 _PROMPT = [65 + number % 20 for number in range(32)]
 _TEXT = {"max_tokens": 0, "stream": True, "temperature": 0, "ignore_eos": True}
 _CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -64,13 +60,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement, after the start")
     args = parser.parse_args()
-    trees = [_ROOT, *args.tree]
+    trees, clock = [OWN, *args.tree], () if args.device == "clock" else None
     loads = [(kind, streams, tokens) for kind in args.kinds for streams in args.streams for tokens in args.tokens]
     figures: list[Figure] = []
     print(f"{'checkout':24} {'kind':12} {'streams':>7} {'tokens':>6} {'tokens/s':>8} {'main µs':>8} {'all µs':>7}")
     for number in range(args.rounds):
         for tree in trees if number % 2 == 0 else trees[::-1]:
-            with _server(tree, args.device) as (port, pid):
+            with server_of(tree, clock=clock, options=_MOST_STREAMS) as (port, pid):
                 for load in loads:
                     figures.append(_measure(tree, port, pid, load, args.seconds))
                     _show(figures[-1])
@@ -86,41 +82,6 @@ def main() -> None:
 def _show(one: Figure, note: str = "") -> None:
     line = f"{one.tree:24} {one.kind:12} {one.streams:7} {one.tokens:6} {one.tokens_per_s:8.0f}"
     print(f"{line} {one.main_us:8.1f} {one.process_us:7.1f} {note}", flush=True)
-
-
-@contextmanager
-def _server(tree: Path, device: str) -> Iterator[tuple[int, int]]:
-    """Starts the server of a checkout on the first core; yields its port and its process."""
-    command = (
-        [sys.executable, "-m", "caraserve"]
-        if device == "demo"
-        else [sys.executable, __file__.replace("host_path", "clock_server")]
-    )
-    command += ["serve", "--port", "0", "--device", "cpu", "--cpu-threads", "1", "--max-num-seqs", "512"]
-    command += ["--max-queue", "2048", "--no-log-requests"]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    with subprocess.Popen(
-        ["taskset", "-c", str(_CORES[0]), *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        cwd=tree,
-    ) as process:
-        try:
-            yield _port(process), process.pid
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=60)
-
-
-def _port(process: subprocess.Popen[bytes]) -> int:
-    assert process.stdout is not None
-    shown = b""
-    for line in process.stdout:
-        shown += line
-        if (ready := _READY.search(line)) is not None:
-            return int(ready[1])
-    raise SystemExit(f"The server ended:\n{shown.decode(errors='replace')[-3000:]}")
 
 
 def _measure(tree: Path, port: int, pid: int, load: tuple[str, int, int], seconds: float) -> Figure:
@@ -174,7 +135,7 @@ class _Counter:
 @contextmanager
 def _streams(port: int, count: int, request: bytes) -> Iterator[_Counter]:
     """Opens streams on another core than the server's."""
-    os.sched_setaffinity(0, _CORES[-1:])
+    os.sched_setaffinity(0, CORES[-1:])
     sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
     try:
         yield _Counter(sockets, request)
