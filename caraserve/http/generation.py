@@ -159,7 +159,7 @@ class Generation:
                 totals = await self._note_totals(finishes)
                 phases = comment(f"phases {totals.phases()}")  # too late for a header
                 comments = phases + tokens_comment(totals.tokens.completion)
-                await events.send(writer.last_events(totals) + comments + writer.stream_end)
+                await events.end(writer.last_events(totals) + comments)
             except ConnectionError:
                 pass  # the client has left; aiohttp notices when it ends the response
             except Exception as error:
@@ -196,7 +196,9 @@ class Generation:
                 new = writer.events(index, part, counts)
                 if FORWARDED in self._request and (new or events.started):
                     new = progress_comment(summary.completion_tokens or 0) + new
-                if new:
+                if part.finish is not None and len(self._streams) == 1:
+                    events.hold(new)  # for the last events, which follow at once
+                elif new:
                     await events.send(new)
             if delta.finish is not None:
                 return delta.finish

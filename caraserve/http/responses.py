@@ -64,6 +64,8 @@ async def read_body(request: web.Request) -> Body:
             text=f"Content-Encoding: {encoding[:80]!r} is not taken; send the body as it is."
         )
     try:
+        if request.content.is_eof():  # nearly always: it came with the headers
+            return await _whole_body(request)
         async with asyncio.timeout(request.app[CONTEXT].timings.body_s):
             return await _whole_body(request)
     except TimeoutError:
@@ -75,13 +77,12 @@ async def read_body(request: web.Request) -> Body:
 async def _whole_body(request: web.Request) -> Body:
     context = request.app[CONTEXT]
     limit, size, pieces = context.config.max_body_bytes, 0, list[bytes]()
-    too_large = PayloadTooLarge(f"The body is larger than {human_bytes(limit)}, which is this server's limit.")
     if (request.content_length or 0) > limit:
-        raise too_large
+        raise _too_large(limit)
     async for piece in request.content.iter_any():
         size += len(piece)
         if size > limit:
-            raise too_large
+            raise _too_large(limit)
         context.bodies.reserve(request, size)
         pieces.append(piece)
     if size <= _JOINED_BYTES:
@@ -90,6 +91,10 @@ async def _whole_body(request: web.Request) -> Body:
     async for piece in in_turns(pieces):
         body.write(piece)
     return body
+
+
+def _too_large(limit_bytes: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The body is larger than {human_bytes(limit_bytes)}, which is this server's limit.")
 
 
 def note_parsed(request: web.Request, fields: Fields, api_request: ApiRequest) -> None:

@@ -15,6 +15,7 @@ from caraserve.http.api_request import StreamFormat
 from caraserve.http.context import HttpTimings
 from caraserve.util.tasks import forget_frames
 
+_NEVER_WAITS_BYTES = 32 << 10  # unsent, of the 64 KiB above which a write waits for the client
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _PROGRESS_COMMENT = re.compile(rb"(?:\A|(?<=\n\n)): tokens_so_far ([0-9]{1,15})\n\n")
 _TOKENS_COMMENT = re.compile(rb"(?:\A|\n\n): completion_tokens ([0-9]{1,15})\n\n")
@@ -61,6 +62,12 @@ def without_progress(events: bytes) -> tuple[bytes, int | None]:
     return (_PROGRESS_COMMENT.sub(b"", events), int(counts[-1])) if counts else (events, None)
 
 
+class _EventResponse(web.StreamResponse):
+    """A response whose headers go out with the first event, in one packet."""
+
+    _send_headers_immediately = False
+
+
 class EventStream:
     """An event stream to one client, as an async context manager.
 
@@ -70,7 +77,7 @@ class EventStream:
     """
 
     def __init__(self, request: web.Request, timings: HttpTimings, stream_format: StreamFormat) -> None:
-        self.response = web.StreamResponse(headers=_HEADERS)
+        self.response = _EventResponse(headers=_HEADERS)
         self._request = request
         self._format = stream_format
         self._ping_s = timings.ping_s
@@ -78,6 +85,7 @@ class EventStream:
         self._last_s = self._loop.time()
         self._starting = asyncio.Lock()
         self._is_chunked = False  # known once the response is prepared
+        self._held = b""  # already counted
         self.num_events = 0  # passed to `send`
         self.ended = False  # whether the stream's end has been passed to `send`
         self.error: CaraServeError | None = None  # that ended it
@@ -101,15 +109,37 @@ class EventStream:
 
     async def send(self, events: bytes) -> None:
         """Writes whole events. Raises ConnectionError when the client has left."""
+        await self._prepare()
+        await self.response.write(self._counted(events))
+
+    def hold(self, events: bytes) -> None:
+        """Keeps whole events, the last ones of the answer, to be written by `end`: a write takes 30 µs."""
+        self._held = self._counted(events)
+
+    async def end(self, events: bytes) -> None:
+        """Writes whole events and the stream's end, and ends the response. Raises ConnectionError when the client has
+        left."""
+        await self._prepare()
+        held, self._held = self._held, b""
+        last = held + self._counted(events + self._format.stream_end)
+        transport = self._request.transport
+        # aiohttp would end the response a second time if a deadline came while it waits for the client.
+        waits = transport is not None and transport.get_write_buffer_size() + len(last) > _NEVER_WAITS_BYTES
+        await (self.response.write(last) if waits else self.response.write_eof(last))
+
+    async def _prepare(self) -> None:
         if not self.response.prepared:
             async with self._starting:
                 await self.response.prepare(self._request)
                 self._request[EVENT_STREAM] = self
                 self._is_chunked = hdrs.TRANSFER_ENCODING in self.response.headers
+
+    def _counted(self, events: bytes) -> bytes:
+        """Counts events that are written now, and returns them."""
         self._last_s = self._loop.time()
         self.num_events += events.count(b"data: {")
         self.ended = events.endswith(self._format.stream_end)
-        await self.response.write(events)
+        return events
 
     @property
     def takes_more(self) -> bool:
@@ -124,8 +154,7 @@ class EventStream:
     def write_now(self, events: bytes) -> None:
         """Writes whole events, which `takes_more` allows, at once. `send` takes 7 µs more, for a turn of the event loop
         that nothing needs."""
-        self._last_s = self._loop.time()
-        self.num_events += events.count(b"data: {")
+        self._counted(events)
         transport = self._request.transport
         assert transport is not None
         transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
@@ -138,8 +167,7 @@ class EventStream:
             if not self.ended:
                 forget_frames(error)
                 self.error = error
-                event = self._format.error_event(error, self.num_events)
-                await self.send(error_comment(error) + event + self._format.stream_end)
+                await self.end(error_comment(error) + self._format.error_event(error, self.num_events))
             await self.response.write_eof()
         except ConnectionError:
             return  # the client has left; aiohttp notices when it ends the response

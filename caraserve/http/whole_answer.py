@@ -26,14 +26,15 @@ _BLOCK_BYTES = 256 << 10  # written to the socket at once
 PROMPT_LOGPROBS = "prompt_logprobs"
 
 
-async def paced(delta: TokenDelta, turns: TurnBudget) -> AsyncIterator[TokenDelta]:
+def paced(delta: TokenDelta, turns: TurnBudget) -> AsyncIterator[TokenDelta]:
     """The delta in parts that each take one or two milliseconds to encode, each when the event loop's turn has time
     for it. The text is in the first part that has tokens, the finish in the last. A delta without logprobs is one part
     and does not wait."""
     count = _num_logprobs(delta)
-    if not count:
-        yield delta
-        return
+    return _paced_parts(delta, count, turns) if count else in_turns((delta,))
+
+
+async def _paced_parts(delta: TokenDelta, count: int, turns: TurnBudget) -> AsyncIterator[TokenDelta]:
     for part in _parts(delta) if count > _PART_LOGPROBS else (delta,):
         await turns.spend(_DELTA_COST + min(count, _PART_LOGPROBS))
         yield part

@@ -28,8 +28,9 @@ class Detokenizer:
         text_of_token: TextOfToken = lambda token_id: None,
     ) -> None:
         self._decode, self._text_of_token = decode, text_of_token
-        self._ids = _context(decode, prompt_ids)
-        self._shown = len(self._ids)
+        self._prompt_ids: Sequence[int] | None = prompt_ids  # None: their end is in `_ids`
+        self._ids: list[int] = []
+        self._shown = 0
         self._stop, self._include_stop = stop, include_stop
         self._pending = ""  # decoded, but possibly the start of a stop string
         self._has_text = False  # whether text was added: a decoder may strip a space before it
@@ -58,15 +59,23 @@ class Detokenizer:
         """Returns the remaining text at the end of the output; incomplete characters become U+FFFD."""
         if self._stopped:
             return ""
-        self._pending += self._decode_new(final=True)
+        if len(self._ids) > self._shown:
+            self._pending += self._decode_new(final=True)
         return self._release(len(self._pending))
 
     def _added_by(self, token_id: int) -> str:
         if self._has_text and len(self._ids) == self._shown and (text := self._text_of_token(token_id)) is not None:
             self._ids, self._shown = [token_id], 1
             return text
+        self._take_context()
         self._ids.append(token_id)
         return self._decode_new(final=False)
+
+    def _take_context(self) -> None:
+        """Begins with the end of the prompt, once it is needed: decoding it takes 20 µs."""
+        if self._prompt_ids is not None:
+            self._ids, self._prompt_ids = _context(self._decode, self._prompt_ids), None
+            self._shown = len(self._ids)
 
     def _decode_new(self, *, final: bool) -> str:
         """Returns the text of the undecided tokens, or nothing while it ends inside a character."""

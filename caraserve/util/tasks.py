@@ -23,19 +23,36 @@ TURN_OWNER: ContextVar[str] = ContextVar("TURN_OWNER", default="")  # the client
 _STARTS_PER_TURN = 16  # tasks started in one turn of the event loop; the first step of each may take 0.1 ms
 
 
-async def in_turns(
+def in_turns(
     items: Iterable[T],
     now: Callable[[], float] = time.perf_counter,
     rest: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(_REST_S),
 ) -> AsyncIterator[T]:
     """Yields the items in order and sleeps 1 ms after each millisecond of work on them, so that the event loop and
     other threads can run. `rest`: what it awaits instead of that sleep."""
-    began_s = now()
-    for item in items:
-        yield item
-        if now() - began_s >= _TURN_S:
-            await rest()
-            began_s = now()
+    return _Turns(iter(items), now, rest)
+
+
+class _Turns(AsyncIterator[T]):
+    """The iterator of `in_turns`. No asynchronous generator: asyncio keeps a weak reference to each of those, and a
+    request has seven such loops, most over one item."""
+
+    __slots__ = ("_began_s", "_items", "_now", "_rest")
+
+    def __init__(self, items: Iterator[T], now: Callable[[], float], rest: Callable[[], Awaitable[None]]) -> None:
+        self._items, self._now, self._rest = items, now, rest
+        self._began_s = now()
+
+    def __aiter__(self) -> "_Turns[T]":
+        return self
+
+    async def __anext__(self) -> T:
+        if self._now() - self._began_s >= _TURN_S:
+            await self._rest()
+            self._began_s = self._now()
+        for item in self._items:
+            return item
+        raise StopAsyncIteration
 
 
 def in_shared_turns(items: Iterable[T], now: Callable[[], float] = time.perf_counter) -> AsyncIterator[T]:

@@ -96,6 +96,16 @@ async def test_every_api_has_the_bytes_that_the_reading_task_sends(monkeypatch: 
             assert contents(found) == contents(by_task), name
 
 
+async def test_an_answer_that_comes_at_once_is_one_write() -> None:
+    async with serving(1) as session:
+        fields = {"prompt": _PROMPT, "max_tokens": 1, "stream": True}
+        async with session.post("/v1/completions", json=fields) as answer:
+            chunks = [chunk async for chunk, is_end in answer.content.iter_chunks() if is_end]
+    assert len(chunks) == 1
+    assert chunks[0].startswith(b"data: {")
+    assert chunks[0].endswith(b"data: [DONE]\n\n")
+
+
 async def test_text_that_a_slow_client_cannot_take_is_sent_later_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"prompt": _PROMPT, "max_tokens": 100, "ignore_eos": True, "n": 3}
     async with serving(1) as session:

@@ -5,6 +5,7 @@ browsers. Such a page can reach the server by DNS rebinding (its own name resolv
 plain cross-site request (wrong Origin). Origins of --allowed-origins are trusted, and so are the host names in them.
 """
 
+import functools
 import ipaddress
 from collections.abc import Collection
 from urllib.parse import urlsplit
@@ -40,7 +41,7 @@ def authenticate(request: web.Request, config: HttpConfig, keys: ApiKeys, open_p
     if not keys.are_needed:
         if _is_local(config.host):
             _check_local_origin(request, config.allowed_origins)
-        return Client(request.remote or "unknown", is_admin=True)
+        return _client_without_key(request.remote or "unknown")
     # The handlers for other instances check a signature with the cluster's secret.
     if request.path in PROBES or request.path in open_paths or request.path.startswith(f"{PEER_PREFIX}/"):
         return None
@@ -50,6 +51,11 @@ def authenticate(request: web.Request, config: HttpConfig, keys: ApiKeys, open_p
     if request.path in _ALL_ADAPTERS_PATHS and not client.may_use_all:
         raise Forbidden(f"{request.path} shows all adapters, and this key may use some; use another key.")
     return client
+
+
+@functools.lru_cache(maxsize=1024)
+def _client_without_key(address: str) -> Client:
+    return Client(address, is_admin=True)
 
 
 def challenge(request: web.Request) -> str:
@@ -78,17 +84,23 @@ def _given_key(request: web.Request) -> str:
 
 def _check_local_origin(request: web.Request, allowed_origins: Collection[str]) -> None:
     address = request.headers.get("Host", "localhost")
-    host = _host_name(f"//{address}")
-    if not _is_address(host) and not _is_local(host) and not _is_allowed_host(address, allowed_origins):
+    if not _is_own_host(address) and not _is_allowed_host(address, allowed_origins):
         raise Forbidden(
-            f"Host {host[:100]!r} is not this machine's name; use localhost, or start the server with "
-            f"--allowed-origins {request.scheme}://{address[:100]} or with --api-key."
+            f"Host {_host_name(f'//{address}')[:100]!r} is not this machine's name; use localhost, or start the "
+            f"server with --allowed-origins {request.scheme}://{address[:100]} or with --api-key."
         )
     origin = request.headers.get("Origin")
     if origin is None or "*" in allowed_origins or origin.lower() in allowed_origins:
         return
     if not _is_local(_host_name(origin)):
         raise Forbidden(f"Pages of {origin[:100]!r} may not use this server; start with --allowed-origins for them.")
+
+
+@functools.lru_cache(maxsize=128)  # a header may have 16 KiB
+def _is_own_host(address: str) -> bool:
+    """Returns whether the header Host is an IP address or a name of this machine."""
+    host = _host_name(f"//{address}")
+    return _is_address(host) or _is_local(host)
 
 
 def _host_name(url: str) -> str:
@@ -127,6 +139,7 @@ def _is_address(host: str) -> bool:
     return True
 
 
+@functools.lru_cache(maxsize=128)
 def _is_local(host: str) -> bool:
     if _is_address(host):
         return ipaddress.ip_address(host).is_loopback

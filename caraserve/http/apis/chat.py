@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from caraserve.core.reasoning_progress import ReasoningProgress
-from caraserve.core.request import Finish, GenerateRequest, TokenDelta
+from caraserve.core.request import Finish, GenerateRequest, TokenDelta, with_params
 from caraserve.errors import ContextLengthExceeded, InvalidRequest
 from caraserve.http.access.adapter_choice import AdapterFinder
 from caraserve.http.api_request import ApiRequest
@@ -114,19 +114,19 @@ async def parse_chat_fields(
         ids = tuple(truncation.cut(await chat_ids(fields, chat_format, truncation.most_encoded, tools.in_prompt)))
     reasoning = parse_reasoning(fields, chat_format, ids)
     kept = [part.kept_special_ids for part in (tools.callable, reasoning) if part is not None]
-    params = dataclasses.replace(params, logprobs=_logprobs(fields), kept_special_ids=frozenset[int]().union(*kept))
+    params = with_params(params, logprobs=_logprobs(fields), kept_special_ids=frozenset[int]().union(*kept))
     constraint = None if tools.callable is None else tools.callable.constraint
-    params = dataclasses.replace(params, grammar=await parse_grammar(fields, engine, params, constraint, reasoning))
+    params = with_params(params, grammar=await parse_grammar(fields, engine, params, constraint, reasoning))
     defaults = most_scored_tokens(common.n, params.logprobs), default_max_tokens or own_default
     default = min([one for one in defaults if one is not None], default=None)
     lengths = engine.max_model_len, asked_tokens, default, params.min_tokens
     limits = AnswerLimits(*lengths, common.n, params.logprobs, source="messages", logprobs_field="top_logprobs")
-    params = dataclasses.replace(params, max_tokens=limits.most_tokens(len(ids)))
+    params = with_params(params, max_tokens=limits.most_tokens(len(ids)))
     predicted = await _predicted_ids(fields, engine)
     requests = fan_out(f"{response_id}-", 0, ids, common, params, predicted_ids=predicted)
     if (scored := parse_prompt_logprobs(fields, common.delivery)) is not None:  # of the prompt that all of them have
         check_logprobs(1, len(ids), scored, "prompt_logprobs")
-        first = dataclasses.replace(requests[0].params, prompt_logprobs=scored)
+        first = with_params(requests[0].params, prompt_logprobs=scored)
         requests[0] = dataclasses.replace(requests[0], params=first)
     return ParsedChat(common, tools, reasoning, tuple(requests))
 

@@ -10,7 +10,14 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from caraserve.core.request import GenerateRequest, PromptEmbeds, SamplingParams, TokenDelta, TokenLogprob
+from caraserve.core.request import (
+    GenerateRequest,
+    PromptEmbeds,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+    with_params,
+)
 from caraserve.core.tenant import Tenant
 from caraserve.errors import InvalidRequest
 from caraserve.http.access.adapter_choice import AdapterFinder, ChosenAdapter, choose_adapter
@@ -111,7 +118,7 @@ async def parse_completion(fields: Fields, engine: Engine, find: AdapterFinder, 
     prompt_logprobs = parse_prompt_logprobs(fields, common.delivery)
     scores = [count for count in (prompt_logprobs, logprobs if echo else None) if count is not None]
     params = sampling_params(fields, engine)
-    params = dataclasses.replace(
+    params = with_params(
         params,
         logprobs=logprobs,
         prompt_logprobs=max(scores, default=None),
@@ -135,7 +142,7 @@ async def parse_completion(fields: Fields, engine: Engine, find: AdapterFinder, 
         ids, embeds = await read_prompt(prompt, position, engine, truncation, add_special_tokens=add_special_tokens)
         if embeds is not None and (params.prompt_logprobs is not None or echo or return_token_ids):
             raise InvalidRequest("echo, prompt_logprobs and return_token_ids need a prompt of tokens.", param="prompt")
-        sized = dataclasses.replace(params, max_tokens=limits.most_tokens(len(ids)))
+        sized = with_params(params, max_tokens=limits.most_tokens(len(ids)))
         is_whole = isinstance(prompt, str) and len(ids) < truncation.most_tokens
         echoed = None
         if echo:
@@ -185,7 +192,7 @@ def fan_out(
             request_id=f"{prefix}{first + index}",
             prompt_ids=ids,
             adapter=common.adapter.name,
-            params=dataclasses.replace(params, seed=nth_seed(params.seed, index)),
+            params=with_params(params, seed=nth_seed(params.seed, index)),
             arrival_s=common.arrival_s,
             tenant=common.tenant,
             cache_salt=common.cache_salt,

@@ -46,6 +46,7 @@ _STRUCTURED_OUTPUTS: dict[str, GrammarKind] = {
     "grammar": "grammar",
     "structural_tag": "structural_tag",
 }
+_GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs", *_PLAIN_FIELDS})
 AddCalls = Callable[[GrammarSource | None], GrammarSource | None]
 """Adds calls of tools to what the fields ask for."""
 
@@ -67,11 +68,7 @@ async def parse_grammar(
 
 
 def _grammar_source(fields: Fields, params: SamplingParams, with_calls: AddCalls | None) -> GrammarSource | None:
-    sources = [
-        *_response_format(fields),
-        *_structured_outputs(fields),
-        *(source for name, kind in _PLAIN_FIELDS.items() for source in _source(kind, fields.raw(name), name)),
-    ]
+    sources = list(_sources(fields)) if fields.has_any(_GRAMMAR_FIELDS) else []
     source = sources[0] if sources else None
     for other in sources[1:]:  # some clients send one grammar under an older and a newer name
         if (other.kind, other.text) != (sources[0].kind, sources[0].text):
@@ -88,6 +85,13 @@ def _grammar_source(fields: Fields, params: SamplingParams, with_calls: AddCalls
         raise InvalidRequest(f"{name} contradicts {source.field}, whose grammar ends the answer.", param=name)
     # It is compiled later: an error then names the field that the client has sent.
     return replace(source, field=fields.client_names.get(source.field, source.field))
+
+
+def _sources(fields: Fields) -> Iterator[GrammarSource]:
+    yield from _response_format(fields)
+    yield from _structured_outputs(fields)
+    for name, kind in _PLAIN_FIELDS.items():
+        yield from _source(kind, fields.raw(name), name)
 
 
 def _response_format(fields: Fields) -> Iterator[GrammarSource]:

@@ -59,13 +59,28 @@ def _parse_at_once(body: bytes, name: str) -> Any:
 
     try:
         value = orjson.loads(body)
-        json.loads(body, object_pairs_hook=refuse_equal_keys)  # orjson keeps the last of two equal keys
+        if _num_keys(value) < body.count(b":"):  # orjson keeps the last of two equal keys
+            json.loads(body, object_pairs_hook=refuse_equal_keys)
     except RecursionError:
         raise NoObjectError(f"{name} is not valid JSON: it is nested too deeply.") from None
     except ValueError as error:
         _check_memory(error)
         raise NoObjectError(f"{name} is not valid JSON: {error}.") from None
     return value
+
+
+def _num_keys(value: Any) -> int:
+    """Counts the keys of a parsed value and of all objects in it, but of those in lists that begin with another kind of
+    value. A text without equal keys has as many colons, and more if its strings have some."""
+    count, left = 0, [value]
+    while left:
+        one = left.pop()
+        if type(one) is dict:
+            count += len(one)
+            left += one.values()
+        elif type(one) is list and one and type(one[0]) in (dict, list):
+            left += one
+    return count
 
 
 def _check_memory(error: ValueError) -> None:

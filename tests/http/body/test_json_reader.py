@@ -111,6 +111,26 @@ async def test_values_that_take_long_to_free_are_refused(body: bytes, why: str) 
         await parse_object(body)
 
 
+@pytest.mark.parametrize(
+    ("body", "is_refused"),
+    [
+        ('{"k": 1, "k": 1}', True),
+        ('{"text": "a: b", "inner": {"k": 1, "k": 2}}', True),
+        ('{"list": [{"a": 1}, {"k": [], "k": []}]}', True),
+        ('{"list": [1, {"k": 1, "k": 2}]}', True),
+        ('{"k": {"a": 1, "b": 2}, "k": {}}', True),
+        ('{"k": 1, "\\u006b": 2}', True),
+        ('{"text": "k: 1, k: 2", "k": {"k": {"k": [[{"k": 0}], {"k": 1}]}}}', False),
+    ],
+)
+async def test_equal_keys_of_one_object_are_refused_at_any_depth(body: str, is_refused: bool) -> None:
+    if is_refused:
+        with pytest.raises(InvalidRequest, match="'k' twice in one object"):
+            await parse_object(body.encode())
+    else:
+        assert await parse_object(body.encode()) == json.loads(body)
+
+
 async def test_equal_keys_are_found_in_time_that_grows_with_their_number() -> None:
     body = b"{" + b",".join(b'"%d":1' % number for number in range(1_800)) + b',"1799":2}'
     assert len(body) <= json_reader._AT_ONCE_BYTES
