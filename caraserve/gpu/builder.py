@@ -25,7 +25,7 @@ from caraserve.gpu.assist.handshake import Watchdog, WatchdogThread
 from caraserve.gpu.attention.triton import ATTENTION
 from caraserve.gpu.driver.api import Driver, DriverError
 from caraserve.gpu.driver.device import GpuDevice
-from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
+from caraserve.gpu.driver.streams import NOTHING, Lane, SideStream, Timelines
 from caraserve.gpu.forward.batch import BatchWriter, DeviceBatch, make_batch
 from caraserve.gpu.forward.decoder import Decoder, DecoderPass, issue_pass
 from caraserve.gpu.forward.graphs import NODE_BYTES, Bucket, CapturedGraphs, GraphSet, expert_nodes
@@ -225,9 +225,11 @@ class BackendParts:
         self.captured_graphs.make_gates(self.device.device)
         self.device.synchronize()
 
+        side = SideStream(self.device.driver, timelines.streams[Lane.LORA])
+
         def pass_for(bucket: Bucket, shape: PassShape) -> DecoderPass:
             weights = merged.weights if merged is not None and bucket.merged else None
-            return lane.decoder.make_pass(shape, weights=weights)
+            return lane.decoder.make_pass(shape, weights=weights, side=side)
 
         self.captured_graphs.capture_all(pass_for, stream, lambda: timelines.settle(Lane.COMPUTE), advance)
         if failures := [*self.assisted.graphs.failures, *self.captured_graphs.failures]:

@@ -86,12 +86,19 @@ class _Stream:
         return self.waiting[0].ready() if self.is_over is None else self.is_over()
 
 
+Records = dict[int, _Recorded]  # of one launch of a graph, by the number of the record in the graph
+
+
 @dataclass(slots=True)
 class _Capture:
-    """Operations of a graph, and what is checked or noted of words at each launch."""
+    """Operations of a graph with their streams, each made anew for every launch, and what is checked or noted of words
+    at each launch."""
 
-    operations: list[Operation] = field(default_factory=list)
+    stream: Stream
+    operations: list[tuple[Stream, Callable[[Records], Operation]]] = field(default_factory=list)
     of_words: list[Callable[[], None]] = field(default_factory=list)
+    records: dict[Event, tuple[int, Stream]] = field(default_factory=dict)  # newest of each event: its number, stream
+    unjoined: dict[Stream, int] = field(default_factory=dict)  # newest operation of each, unless it is waited for
 
 
 class HostDriver:
@@ -138,18 +145,27 @@ class HostDriver:
         return Event(number)
 
     def record(self, event: Event, stream: Stream) -> None:
+        if capture := self._captures.get(stream):
+            number = len(capture.operations)
+            capture.records[event] = number, stream
+            self._capture(stream, lambda records: _record(records.setdefault(number, _Recorded())))
+            return
         recorded = _Recorded()
         with self._lock:
             self._events[event] = recorded
-
-        def leave(clock: Clock) -> None:
-            recorded.has_run, recorded.clock = True, clock
-
-        self.issue(stream, Operation("record", leaves=leave))
+        self.issue(stream, _record(recorded))
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        recorded = self._events[event]
-        self.issue(stream, Operation("wait event", ready=lambda: recorded.has_run, joins=lambda: [recorded.clock]))
+        """A stream that waits for an event of a capture is captured, too."""
+        capture = next((each for each in self._captures.values() if event in each.records), None)
+        if capture is None:
+            self.issue(stream, _wait(self._events[event]))
+            return
+        number, other = capture.records[event]
+        assert self._captures.setdefault(stream, capture) is capture, "a stream waits for another graph's event"
+        if capture.unjoined.get(other) == number:
+            del capture.unjoined[other]
+        self._capture(stream, lambda records: _wait(records.setdefault(number, _Recorded())))
 
     def is_done(self, event: Event) -> bool:
         with self._lock:
@@ -236,22 +252,27 @@ class HostDriver:
         self.issue(stream, Operation("kernels", issue))
 
     def begin_capture(self, stream: Stream) -> None:
-        self._captures[stream] = _Capture()
+        self._captures[stream] = _Capture(stream)
 
     def end_capture(self, stream: Stream) -> Graph:
-        graph = Graph(self._number())
-        self._graphs[graph] = self._captures.pop(stream)
+        graph, capture = Graph(self._number()), self._captures[stream]
+        self.abandon_capture(stream)
+        if capture.unjoined.keys() - {stream}:
+            raise DriverError("a stream of the capture has not been waited for")
+        self._graphs[graph] = capture
         return graph
 
     def abandon_capture(self, stream: Stream) -> None:
-        del self._captures[stream]
+        ended = self._captures[stream]
+        self._captures = {each: capture for each, capture in self._captures.items() if capture is not ended}
 
     def launch_graph(self, graph: Graph, stream: Stream) -> None:
         self.replays += 1
         for act in self._graphs[graph].of_words:
             act()
-        for operation in self._graphs[graph].operations:
-            self.issue(stream, replace(operation))
+        records: Records = {}
+        for other, operation in self._graphs[graph].operations:
+            self.issue(stream if other == self._graphs[graph].stream else other, operation(records))
 
     def destroy_graph(self, graph: Graph) -> None:
         del self._graphs[graph]
@@ -268,7 +289,7 @@ class HostDriver:
         """Appends an operation, for example a kernel, to a stream, or to the graph that is being captured on it."""
         self._newest[stream] = ""
         if self.captures(stream):
-            self._captures[stream].operations.append(operation)
+            self._capture(stream, lambda records: replace(operation))
             return
         with self._lock:
             self._check_device()
@@ -348,6 +369,12 @@ class HostDriver:
         self._next += 1
         return self._next
 
+    def _capture(self, stream: Stream, operation: Callable[[Records], Operation]) -> None:
+        """Adds an operation to the graph that is being captured on a stream."""
+        capture = self._captures[stream]
+        capture.unjoined[stream] = len(capture.operations)
+        capture.operations.append((stream, operation))
+
     def _at_launch(self, stream: Stream, act: Callable[[], None]) -> None:
         """Acts now, or at each launch of the graph that is being captured on the stream."""
         if self.captures(stream):
@@ -410,6 +437,17 @@ class HostDriver:
             if not (writes and start <= low and high <= end):
                 kept.append(access)
         self._accesses = [*kept, (span, writes, stream.number, stream.clock[stream.number], name)]
+
+
+def _record(recorded: _Recorded) -> Operation:
+    def leave(clock: Clock) -> None:
+        recorded.has_run, recorded.clock = True, clock
+
+    return Operation("record", leaves=leave)
+
+
+def _wait(recorded: _Recorded) -> Operation:
+    return Operation("wait event", ready=lambda: recorded.has_run, joins=lambda: [recorded.clock])
 
 
 def word(address: int) -> int:

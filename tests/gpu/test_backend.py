@@ -135,7 +135,7 @@ class Seen:
         captured_graphs.find, images._relocate = finding, relocating  # type: ignore[method-assign, assignment]
 
 
-@pytest.mark.parametrize("last", [None, Lane.COPY, Lane.GATE])
+@pytest.mark.parametrize("last", [Lane.LORA, Lane.COPY, Lane.GATE])
 def test_graphs_answer_like_kernels_launched_one_by_one(subject: Subject, last: Lane | None) -> None:
     """Also while layers are being copied."""
     rng, seen = random.Random(f"graphs {last}"), Seen()
@@ -204,6 +204,7 @@ def test_a_device_that_fails_while_graphs_are_captured_ends_the_start(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(driver: HostDriver, stream: Stream) -> Graph:
+        driver.abandon_capture(stream)
         driver.failed = True
         raise DriverError("an illegal address")
 

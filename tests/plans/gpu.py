@@ -6,6 +6,7 @@ from torch import Tensor
 
 from caraserve.gpu.backend import CudaBackend
 from caraserve.gpu.builder import GpuSizes
+from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.linear.base import SCALE, TORCH_CODES, Fill, ReadMatrix
 from caraserve.gpu.weights import TORCH_DTYPES, load
 from caraserve.model.dtype import Dtype, to_float32
@@ -18,10 +19,17 @@ _CODES = {stored: code for code, stored in TORCH_CODES.items()}
 
 
 def backend_of(
-    plan: DecoderPlan, read: TensorReader, *, dtype: Dtype = Dtype.F32, merging: bool = False, with_graphs: bool = False
+    plan: DecoderPlan,
+    read: TensorReader,
+    *,
+    dtype: Dtype = Dtype.F32,
+    merging: bool = False,
+    with_graphs: bool = False,
+    last: Lane | None = None,
 ) -> CudaBackend:
-    """Returns a backend for requests of up to 128 tokens. Triton's kernels must have been replaced."""
-    device, _ = host_device(dtype)
+    """Returns a backend for requests of up to 128 tokens. Triton's kernels must have been replaced. `last`: lane that
+    runs only when no other can."""
+    device, _ = host_device(dtype, last=last)
     weights = load(plan, TORCH_DTYPES[dtype], 128, torch.device("cpu"), fill_from(read), read=matrices_of(read))
     sizes = GpuSizes(
         num_slots=2,
@@ -37,6 +45,7 @@ def backend_of(
     backend = CudaBackend(plan, weights, sizes, device)
     if with_graphs:
         backend.warm_up()
+        assert not backend._parts.captured_graphs.failures
     return backend
 
 

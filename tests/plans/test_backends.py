@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from caraserve.cpu import linear as cpu_formats
 from caraserve.errors import ModelLoadError
+from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.linear import formats as gpu_formats
 from caraserve.gpu.supported_plans import check_plan
 from caraserve.lora.peft import inspect_adapter, read_adapter
@@ -111,10 +112,13 @@ def test_an_adapter_changes_every_module_of_a_plan(name: str, backend: str, is_m
     assert np.nanmax(np.abs(found - expected_of(name))) > 0.1
 
 
-@pytest.mark.parametrize("kinds", ["mixed", "experts", "delta nets"])
-def test_layers_of_different_kinds_are_computed_by_captured_graphs(kinds: str) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "last"), [("mixed", Lane.LORA), ("sandwich", Lane.COMPUTE), ("experts", Lane.LORA), ("delta nets", None)]
+)
+def test_layers_of_different_kinds_are_computed_by_captured_graphs(kinds: str, last: Lane | None) -> None:
+    """Also if LoRA's products beside the base products end late, or begin as early as they may."""
     plan = PLANS[kinds]()
-    served = gpu.backend_of(plan, Tensors(), with_graphs=True)
+    served = gpu.backend_of(plan, Tensors(), with_graphs=True, last=last)
     adapter, deltas = make_adapter(plan, served.host_memory)
     MeasuredBackend(served).load(adapter, 1)
     found = [greedy(served, TOKENS[:20], adapter=slot, count=6) for slot in (0, 1)]

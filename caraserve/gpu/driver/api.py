@@ -112,7 +112,8 @@ class Driver(Protocol):
         captured. Raises what `issue` raises, as DriverError if the device has failed."""
 
     def begin_capture(self, stream: Stream) -> None:
-        """Starts a capture: operations issued on `stream` go into a graph and do not run."""
+        """Starts a capture: operations issued on `stream` go into a graph and do not run, and so do those of a stream
+        that waits for an event recorded in the capture. `stream` must wait for such a stream before the end."""
 
     def end_capture(self, stream: Stream) -> Graph:
         """Ends the capture and returns its graph. Raises DriverError, with the capture ended, if no graph can be

@@ -255,7 +255,8 @@ class CudaDriver:
         try:
             if given := self._torch.allocations() - before:
                 raise DriverError(f"torch gave out device memory {given} times while a graph was captured")
-            graph = self._number("cuGraphInstantiateWithFlags", captured, 0)
+            # Each kernel keeps the priority of the stream that it was captured on.
+            graph = self._number("cuGraphInstantiateWithFlags", captured, libcuda.GRAPH_INSTANTIATE_USE_NODE_PRIORITY)
         finally:
             self._call("cuGraphDestroy", captured)
         self._call("cuGraphUpload", graph, stream)  # otherwise the first launch would upload it

@@ -6,6 +6,7 @@ a mark: the stream that uses the memory next waits, and by then the mark has mos
 """
 
 from collections import deque
+from collections.abc import Callable
 from enum import IntEnum
 
 from caraserve.gpu.driver.api import Driver, Event, Stream
@@ -18,12 +19,14 @@ class Lane(IntEnum):
     COPY = 1  # adapters from the host
     ASSIST = 2  # prefills that wait for CPU workers
     GATE = 3  # signals graphs that layers have arrived
+    LORA = 4  # in captured iterations: LoRA's products that run beside the base products
 
 
 Marks = tuple[int, ...]  # one number per lane; 0: nothing
 NOTHING: Marks = (0,) * len(Lane)
 
-_PRIORITIES = {Lane.COMPUTE: -1, Lane.COPY: 0, Lane.ASSIST: 0, Lane.GATE: -1}
+# LoRA's blocks are few: placed first, they end long before the base product, which would leave them no room.
+_PRIORITIES = {Lane.COMPUTE: -1, Lane.COPY: 0, Lane.ASSIST: 0, Lane.GATE: -1, Lane.LORA: -2}
 
 
 def latest(*marks: Marks) -> Marks:
@@ -102,3 +105,24 @@ class Timelines:
         self._driver.record(event, self.streams[lane])
         self._driver.synchronize(event)
         self._spare.append(event)
+
+
+class SideStream:
+    """A stream for work beside another stream's. The two wait for each other by events, so that both may be captured
+    as one graph; `Timelines` knows nothing of this work, which must be joined before a mark is made."""
+
+    def __init__(self, driver: Driver, stream: Stream) -> None:
+        self._driver, self._stream = driver, stream
+        self._begins, self._ends = driver.create_event(), driver.create_event()
+
+    def fork(self, stream: Stream, issue: Callable[[Stream], None]) -> None:
+        """Calls `issue` with the side stream; what it issues runs after everything issued on `stream` so far, beside
+        what follows there."""
+        self._driver.record(self._begins, stream)
+        self._driver.wait_event(self._stream, self._begins)
+        issue(self._stream)
+        self._driver.record(self._ends, self._stream)
+
+    def join(self, stream: Stream) -> None:
+        """Makes later operations of `stream` run after everything that was forked."""
+        self._driver.wait_event(stream, self._ends)

@@ -14,6 +14,7 @@ from caraserve.gpu.attention.base import Attention as AttentionKernels
 from caraserve.gpu.attention.base import Scratch
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.device import GpuDevice
+from caraserve.gpu.driver.streams import SideStream
 from caraserve.gpu.forward.batch import DeviceBatch
 from caraserve.gpu.forward.lora_pass import HandOffMemory, LoraLane, LoraPass
 from caraserve.gpu.kernels.delta_net import apply_delta_net
@@ -40,6 +41,7 @@ def decoder_layer(steps: "DecoderPass", layer: int, stream: Stream) -> None:
     def linear(group: Group) -> None:
         """Computes the base product of the modules that read the same rows, and their LoRA."""
         if not steps.is_handed_off(layer, group.index):
+            steps.begin_lora(layer, group.index, stream)
             steps.project(layer, group.index, stream)
             steps.add_lora(layer, group.index, stream)
         else:
@@ -127,14 +129,15 @@ class Decoder:
         weights: Weights | None = None,
         hand_offs: HandOffMemory | None = None,
         masked: MaskedOutputs | None = None,
+        side: SideStream | None = None,
     ) -> "DecoderPass":
         """Returns the pass over the batch's first places; it leaves results in the batch.
 
         `weights`: the base's with an adapter merged, over which there is no LoRA. `hand_offs`: of an assisted chunk,
         in which CPU workers may compute the LoRA of any layer. `masked`: outputs whose tokens grammars limit; a graph
-        leaves them to `sample_masked`.
+        leaves them to `sample_masked`. `side`: of a pass to be captured, for LoRA beside the base products.
         """
-        return DecoderPass(self, shape, weights, hand_offs, masked)
+        return DecoderPass(self, shape, weights, hand_offs, masked, side)
 
     def sample_masked(self, masked: MaskedOutputs, start: int, end: int, stream: Stream) -> None:
         """Samples and scores the masked ones of the outputs [start, end), whose logits are in the workspace, as soon
@@ -173,12 +176,13 @@ class DecoderPass:
         merged: Weights | None,
         hand_offs: HandOffMemory | None,
         masked: MaskedOutputs | None,
+        side: SideStream | None,
     ) -> None:
         self._decoder, self._shape, self._masked = decoder, shape, masked
         self._weights = decoder.weights if merged is None else merged
         self._lora: LoraPass | None = None
         if merged is None and shape.has_lora:
-            self._lora = decoder.lora.pass_over(shape, hand_offs)
+            self._lora = decoder.lora.pass_over(shape, hand_offs, side)
         self._hands_off, self._shapes = hand_offs is not None, decoder.plan.shapes_of_groups
         self.blocks: Sequence[Sequence[BlockSteps]] = decoder.blocks
         self._rows = decoder.workspace.activations.first(shape.tokens)
@@ -228,6 +232,11 @@ class DecoderPass:
         linear, rounded = self._weights.layers[layer].linears[group], self._decoder.workspace.rounded
         shape = self._shapes[layer][group]
         self._run(stream, lambda: linear.apply(self._rows.inputs[shape], self._rows.outputs[shape], rounded))
+
+    def begin_lora(self, layer: int, group: int, stream: Stream) -> None:
+        """Starts what a group's LoRA computes of its rows beside the base product, if the pass has a side stream."""
+        if self._lora is not None:
+            self._lora.begin(layer, group, stream)
 
     def add_lora(self, layer: int, group: int, stream: Stream) -> None:
         """Adds the LoRA of weights on the device to a group's output."""

@@ -2,9 +2,12 @@
 CPU workers.
 
 A batch may have rows of both kinds: each kind has its own rows of `part`, and both kernels read the same device tables.
+Each computes x Aᵀ, which may run beside the base product of x, and adds the product with B to what that has written. A
+captured pass has a side stream for the first, so that only the second makes it longer; launched kernel by kernel, the
+events would take the host longer than they save the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -14,19 +17,24 @@ from torch import Tensor
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.driver.launch import Launch
+from caraserve.gpu.driver.streams import SideStream
 from caraserve.gpu.forward.batch import DeviceBatch
 from caraserve.gpu.kernels import cuda_launch, work_orders
+from caraserve.gpu.kernels.bgmv_work import most_items
 from caraserve.gpu.kernels.cuda_launch import BLOCKS_PER_SM, BYTES_THREADS
 from caraserve.gpu.kernels.lora import Segments, SiteTables, lora_expand, lora_shrink
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.memory.workspace import Workspace
+from caraserve.model.dtype import Dtype
 from caraserve.model.linear_plan import accumulated
 from caraserve.model.plan import DecoderPlan, GroupShape
 from caraserve.util.units import ceil_div
 
 _MOST_HOST_BLOCKS = 32  # of the kernels that read or write host memory: enough to keep the link full
 _NUMBERS_PER_THREAD = 4
+
+_Issue = Callable[[Stream], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +104,7 @@ class LoraLane:
         self.batch, self.workspace, self.kernels, self.driver = batch, workspace, device.kernels, device.driver
         activations = workspace.activations
         rows = zip(plan.group_shapes, activations.inputs, activations.outputs, strict=True)
+        self.max_rank = workspace.parts[0].shape[-1]
         self.buffers = [_SharedBuffers.of(shape, x, y) for shape, x, y in rows]  # by group shape
         self.shapes_of_groups = plan.shapes_of_groups
         places = [(layer, group.index) for layer, one in enumerate(plan.layers) for group in one.groups]
@@ -103,9 +112,11 @@ class LoraLane:
         self._raw_tables = {place: tables.for_launch(*place) for place in places}
         self._for_decoding: dict[tuple[int, int], tuple[Launch, Launch]] = {}
 
-    def pass_over(self, shape: PassShape, assist: HandOffMemory | None = None) -> "LoraPass":
-        """Returns the LoRA of a pass of this shape."""
-        return LoraPass(self, shape, assist)
+    def pass_over(
+        self, shape: PassShape, assist: HandOffMemory | None = None, side: SideStream | None = None
+    ) -> "LoraPass":
+        """Returns the LoRA of a pass of this shape. `side`: for what may run beside the base products."""
+        return LoraPass(self, shape, assist, side)
 
     def for_decoding(self, layer: int, group: int) -> tuple[Launch, Launch]:
         """Returns the shrink and expand launches of rows that decode. They are the same for every batch, and made
@@ -126,22 +137,38 @@ class LoraPass:
     """Issues the LoRA of one pass. Allocates nothing on the device. A group is named by its layer and its index in
     it."""
 
-    def __init__(self, lane: LoraLane, shape: PassShape, assist: HandOffMemory | None) -> None:
-        self._lane, self._shape, self._assist = lane, shape, assist
+    def __init__(self, lane: LoraLane, shape: PassShape, assist: HandOffMemory | None, side: SideStream | None) -> None:
+        self._lane, self._shape, self._assist, self._side = lane, shape, assist, side
         cut, count = lane.batch.segments, shape.segments
         self._segments = Segments(cut.order, cut.first[:count], cut.rows[:count], cut.slot[:count])
 
+    def begin(self, layer: int, group: int, stream: Stream) -> None:
+        """Starts what a group's LoRA computes of x alone, beside what is issued on `stream` until `add`; without a side
+        stream that does all."""
+        if self._side is None or not (parts := self._parts(layer, group)):
+            return
+
+        def issue(beside: Stream) -> None:
+            for shrink, _ in parts:
+                shrink(beside)
+
+        self._side.fork(stream, issue)
+
     def add(self, layer: int, group: int, stream: Stream, gate: Tensor | None = None) -> None:
         """Adds the LoRA of weights on the device. `gate`: int32 [1]; nothing is added to prompts if it is not 0."""
-        if (shape := self._lane.shapes_of_groups[layer][group]) not in self._shape.groups:
-            return
-        if self._shape.has_items:
-            for launch in self._lane.for_decoding(layer, group):
-                self._lane.kernels.launch(launch, stream)
-        if self._shape.segments:
-            tables = self._lane.triton_tables[layer, group]
-            tables = tables if gate is None else replace(tables, gate=gate)
-            self._lane.driver.run(stream, lambda: self._add_to_segments(shape, tables))
+        parts = self._parts(layer, group, gate)
+        if self._side is None:
+            for shrink, expand in parts:
+                shrink(stream)
+                expand(stream)
+        elif parts:
+            self._side.join(stream)
+            *others, (_, last) = parts  # others: at most one, which adds to other rows
+            for _, expand in others:
+                self._side.fork(stream, expand)
+            last(stream)
+            for _ in others:
+                self._side.join(stream)
 
     def publish(self, layer: int, group: int, stream: Stream) -> None:
         """Copies x to the workers unless the layer has arrived; see `DecoderPass.publish`."""
@@ -175,11 +202,33 @@ class LoraPass:
             raise AssertionError("a pass without memory for hand-offs has none")
         return self._assist
 
-    def _add_to_segments(self, shape: int, tables: SiteTables) -> None:
-        of, room = self._lane.buffers[shape], self._lane.workspace
-        shrunk = room.shrunk[shape]
-        lora_shrink(of.x, room.parts[shape], shrunk, self._segments, tables)
-        lora_expand(of.y, shrunk, self._segments, tables, of.projections.columns, of.projections.outputs)
+    def _parts(self, layer: int, group: int, gate: Tensor | None = None) -> list[tuple[_Issue, _Issue]]:
+        """Returns what issues the products with A and with B, of decoding rows and of segments, if there are any."""
+        if (shape := self._lane.shapes_of_groups[layer][group]) not in self._shape.groups:
+            return []
+        parts = [self._of_items(layer, group)] if self._shape.has_items else []
+        if self._shape.segments:
+            tables = self._lane.triton_tables[layer, group]
+            parts.append(self._of_segments(shape, tables if gate is None else replace(tables, gate=gate)))
+        return parts
+
+    def _of_items(self, layer: int, group: int) -> tuple[_Issue, _Issue]:
+        kernels, (shrink, expand) = self._lane.kernels, self._lane.for_decoding(layer, group)
+        if self._side is not None:
+            # Blocks without items would take multiprocessors from the base product for a microsecond.
+            of, rank = self._lane.buffers[self._lane.shapes_of_groups[layer][group]], self._lane.max_rank
+            most = most_items(self._shape.decode_rows, rank, of.projections.outputs, Dtype.BF16)
+            shrink = replace(shrink, grid=min(shrink.grid, most[0]))
+            expand = replace(expand, grid=min(expand.grid, most[1]), begins_early=False)  # it follows the base product
+        return lambda stream: kernels.launch(shrink, stream), lambda stream: kernels.launch(expand, stream)
+
+    def _of_segments(self, shape: int, tables: SiteTables) -> tuple[_Issue, _Issue]:
+        of, room, run, cut = self._lane.buffers[shape], self._lane.workspace, self._lane.driver.run, self._segments
+        part, shrunk, places = room.parts[shape], room.shrunk[shape], (of.projections.columns, of.projections.outputs)
+        return (
+            lambda stream: run(stream, lambda: lora_shrink(of.x, part, shrunk, cut, tables)),
+            lambda stream: run(stream, lambda: lora_expand(of.y, shrunk, cut, tables, *places)),
+        )
 
 
 def _host_blocks(numbers: int) -> int:

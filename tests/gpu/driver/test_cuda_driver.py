@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from caraserve.gpu.driver import libcuda
 from caraserve.gpu.driver.api import DriverError, Event, Stream, WordWait, WordWrite, has_reached
 from caraserve.gpu.driver.cuda_driver import CudaTorch
 from caraserve.gpu.driver.launch import wait_word
@@ -289,6 +290,7 @@ def test_a_captured_graph_runs_at_each_launch_with_the_data_of_that_time(case: D
     names = [line.split()[0] for line in case.stub.log if line.startswith("cuGraph")]
     upload = ["cuGraphInstantiateWithFlags", "cuGraphDestroy", "cuGraphUpload"]
     assert names == [*upload, "cuGraphLaunch", "cuGraphLaunch", "cuGraphExecDestroy"]
+    assert case.stub.calls("cuGraphInstantiateWithFlags") == [(libcuda.GRAPH_INSTANTIATE_USE_NODE_PRIORITY,)]
 
 
 def test_a_capture_during_which_torch_allocates_is_rejected(case: DriverCase) -> None:

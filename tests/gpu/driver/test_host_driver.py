@@ -6,8 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from caraserve.gpu.driver.api import Graph, Stream
+from caraserve.gpu.driver.api import DriverError, Graph, Stream
 from caraserve.gpu.driver.launch import Launch
+from caraserve.gpu.driver.streams import Lane, SideStream
 from tests.gpu.host_driver import HostDriver, Operation, Race, WaitBeforeWrite
 
 
@@ -104,6 +105,47 @@ def test_a_kernel_may_begin_early_only_just_after_the_one_it_waits_for(captured:
     driver.run(stream, lambda: None)
     with pytest.raises(AssertionError, match="bgmv_expand begins beside ''"):
         launch(driver, stream, EXPAND, [])
+
+
+# --- graphs of two streams ---
+
+
+def note(driver: HostDriver, stream: Stream, name: str, ran: list[str]) -> None:
+    driver.run(stream, lambda: ran.append(name))
+
+
+def capture_fork(driver: HostDriver, stream: Stream, other: Stream, ran: list[str], *, join: bool = True) -> Graph:
+    side = SideStream(driver, other)
+    driver.begin_capture(stream)
+    note(driver, stream, "before", ran)
+    side.fork(stream, lambda beside: note(driver, beside, "beside", ran))
+    note(driver, stream, "meanwhile", ran)
+    if join:
+        side.join(stream)
+    note(driver, stream, "after", ran)
+    return driver.end_capture(stream)
+
+
+@pytest.mark.parametrize("last", [None, *Lane])
+def test_a_graph_of_two_streams_keeps_their_order_at_every_launch(last: Lane | None) -> None:
+    driver, ran = HostDriver(seed=3, last=last), list[str]()
+    streams = {lane: driver.create_stream(0) for lane in Lane}
+    graph = capture_fork(driver, streams[Lane.COMPUTE], streams[Lane.LORA], ran)
+    assert not ran
+    for _ in range(3):
+        driver.launch_graph(graph, streams[Lane.COMPUTE])
+    driver.run_all()
+    for start in range(0, 12, 4):
+        assert ran[start] == "before"
+        assert set(ran[start + 1 : start + 3]) == {"beside", "meanwhile"}
+        assert ran[start + 3] == "after"
+
+
+def test_a_capture_whose_side_stream_is_not_joined_is_rejected(device: Device) -> None:
+    with pytest.raises(DriverError, match="has not been waited for"):
+        capture_fork(device.driver, device.one, device.other, [], join=False)
+    assert not device.driver.captures(device.one)
+    assert not device.driver.captures(device.other)
 
 
 # --- races ---

@@ -23,16 +23,18 @@ from caraserve.gpu import weights
 from caraserve.gpu.attention import triton as triton_attention
 from caraserve.gpu.attention.triton import ATTENTION
 from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.forward.batch import make_batch
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
 from caraserve.gpu.kernels import experts
 from caraserve.gpu.linear import quantized
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape
-from caraserve.gpu.memory.request_state import make_state
+from caraserve.gpu.memory.request_state import make_delta_nets, make_state
 from caraserve.gpu.memory.workspace import make_workspace
 from caraserve.model.families import plan_of
 from caraserve.model.formats import WeightFormat
+from caraserve.model.plan import DecoderPlan
 from scripts.laboratory.gpu.null_device import null_device
 
 TOKENS, SLOTS = 64, 48
@@ -127,20 +129,25 @@ def launches_of(
 
 def decoder_of(config: Mapping[str, Any], dtype: torch.dtype, form: WeightFormat | None = None) -> Decoder:
     """Returns a decoder of two layers over tensors without memory. `form`: as for `launches_of`."""
-    nowhere = torch.device("meta")
     plan = plan_of({**config, "num_hidden_layers": 2})
     if form is not None:
         layers = (layer.with_linears(lambda linear: replace(linear, format=form)) for layer in plan.layers)
         plan = replace(plan, layers=tuple(layers), embed_format=form, head_format=form)
-    loaded = weights.load(plan, dtype, 2048, nowhere, lambda name, target: None)
-    state = make_state(plan, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=nowhere), SLOTS, 2048)
+    return decoder_over(plan, dtype, null_device())
+
+
+def decoder_over(plan: DecoderPlan, dtype: torch.dtype, device: GpuDevice) -> Decoder:
+    """Returns a decoder of a plan, with weights that are not filled, whose launches `device` gets."""
+    place = device.device
+    loaded = weights.load(plan, dtype, 2048, place, lambda name, target: None)
+    delta_nets = make_delta_nets(plan, dtype, place, SLOTS)
+    state = make_state(plan, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=place), SLOTS, 2048, delta_nets)
     capacity = Capacity(
         TOKENS, SLOTS, TOKENS, ATTENTION.prefill.tile_tokens(dtype, next(plan.attentions).head_dim), SLOTS
     )
-    parts = make_batch(plan, capacity, 64, nowhere), AdapterTables(plan, SLOTS, nowhere)
+    parts = make_batch(plan, capacity, 64, place), AdapterTables(plan, SLOTS, place)
     rounds = loaded.rounds_inputs
-    workspace = make_workspace(plan, dtype, capacity, 64, 2048, nowhere, ATTENTION.decode, rounds_inputs=rounds)
-    device = null_device()
+    workspace = make_workspace(plan, dtype, capacity, 64, 2048, place, ATTENTION.decode, rounds_inputs=rounds)
     return Decoder(plan, loaded, state, *parts, workspace, device, ATTENTION)
 
 
