@@ -98,7 +98,7 @@ def _measure_lag(path: Path) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await measuring
 
-    Engine.run = run  # type: ignore[method-assign]
+    Engine.run = run  # type: ignore[method-assign,assignment]
 
 
 def _write_shares(path: Path, ordered: list[float]) -> None:
