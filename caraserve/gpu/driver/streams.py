@@ -36,7 +36,7 @@ def latest(*marks: Marks) -> Marks:
 
 def at(lane: Lane, number: int) -> Marks:
     """Returns a point of one lane alone."""
-    return tuple(number if other is lane else 0 for other in Lane)
+    return (*NOTHING[:lane], number, *NOTHING[lane + 1 :])
 
 
 def covers(passed: Marks, marks: Marks) -> bool:
@@ -79,8 +79,7 @@ class Timelines:
 
     def passed(self) -> Marks:
         """Queries the driver without waiting, and returns all marks that have been passed."""
-        for lane in Lane:
-            ahead = self._ahead[lane]
+        for lane, ahead in enumerate(self._ahead):
             while ahead and self._driver.is_done(ahead[0]):
                 self._spare.append(ahead.popleft())  # reusable: waits already issued keep the earlier recording
                 self._passed[lane] += 1
@@ -88,12 +87,12 @@ class Timelines:
 
     def wait(self, lane: Lane, marks: Marks) -> None:
         """Makes later operations of a lane run after `marks`, which must have been made."""
-        for other in Lane:
-            number = marks[other]
-            if other is lane or number <= max(self._passed[other], self._ordered[lane][other]):
+        for other, number in enumerate(marks):
+            if other == lane or number <= max(self._passed[other], self._ordered[lane][other]):
                 continue
             if number > self._numbers[other]:
-                raise AssertionError(f"mark {number} of {other.name} has not been made: nothing would be waited for")
+                name = Lane(other).name
+                raise AssertionError(f"mark {number} of {name} has not been made: nothing would be waited for")
             event = self._ahead[other][number - self._passed[other] - 1]
             self._driver.wait_event(self.streams[lane], event)
             self._ordered[lane][other] = number

@@ -97,7 +97,9 @@ def values_of(decoder: Decoder, outputs: Output, results: Results) -> OutputValu
     dtype, shape = decoder.weights.dtype, (len(outputs.embedded), decoder.plan.hidden)
     first = result_bytes(results.outputs)
     stored = results.block[first : first + dtype.itemsize * shape[0] * shape[1]]
-    embeddings = torch.from_numpy(stored).view(dtype).view(shape).float().numpy()
+    embeddings = np.empty(shape, np.float32)
+    if shape[0]:
+        embeddings = torch.from_numpy(stored).view(dtype).view(shape).float().numpy()
     return OutputValues(
         results.chosen, results.logprob, results.rank, results.top_ids, results.top_logprobs, embeddings
     )

@@ -59,8 +59,6 @@ class BoundAdapter:
     generation: int = 0
     is_placed: bool = False
     is_loading: bool = True
-    failure: Exception | None = None  # why it cannot be used; its load has ended with it
-    used: Marks = NOTHING  # after the last iteration or prefill that reads it
     arrivals: list[tuple[int, float]] = field(default_factory=list)  # (first layer of group, when seen)
 
 
@@ -95,6 +93,10 @@ class DeviceImages:
         self.bindings = 0  # changes with every binding of a slot
         self._waiting: deque[_Attempt] = deque()  # found no contiguous memory, in order
         self._loading: dict[int, Loaded] = {}  # callbacks, by slot
+        self._unsettled: set[int] = set()  # slots whose adapter has neither memory nor failed
+        self._failures: dict[int, Exception] = {}  # why an adapter cannot be used, by slot; its load has ended with it
+        # By slot and lane, the mark after the last iteration or prefill that reads the adapter.
+        self._used = np.zeros((tables.slots, len(Lane)), np.int64)
         self._lost: DeviceLost | None = None
 
     # --- called by the adapter manager ---
@@ -106,6 +108,9 @@ class DeviceImages:
         self._items = {key: made for key, made in self._items.items() if key[0] != slot}
         self.bindings += 1
         self._loading[slot] = done
+        self._unsettled.add(slot)
+        self._failures.pop(slot, None)
+        self._used[slot] = NOTHING
 
         def place() -> bool:
             try:
@@ -114,7 +119,7 @@ class DeviceImages:
                 self._fail_load(slot, error)
                 if (bound := self.bound[slot]).is_placed:  # or loads queued before `unload` would wait for its bytes
                     bound.is_placed = False
-                    self.pool.release(slot, bound.used)
+                    self.pool.release(slot, self._used_until(slot))
                 return True
 
         self._retry_until_placed((place, lambda failure: self._fail_load(slot, failure)))
@@ -129,8 +134,9 @@ class DeviceImages:
         bound = self.bound.pop(slot)
         if bound.is_loading:
             raise AssertionError(f"adapter slot {slot} is unloaded while it is being loaded")
+        self._failures.pop(slot, None)
         if bound.is_placed:
-            self.pool.release(slot, bound.used)
+            self.pool.release(slot, self._used_until(slot))
 
     def resize_kv(self, blocks: int, done: Callable[[Exception | None], None]) -> None:
         """Resizes the KV cache, as core/backend.py defines. Removed blocks are reused only after all iterations
@@ -181,19 +187,18 @@ class DeviceImages:
 
     def are_settled(self, slots: Collection[int]) -> bool:
         """True if each of these adapters has device memory or cannot be copied. If not, `poll` until they are."""
-        return all(self.bound[slot].is_placed or self.bound[slot].failure is not None for slot in slots)
+        return self._unsettled.isdisjoint(slots)
 
     def failures(self, slots: Collection[int]) -> dict[int, Exception]:
         """Returns, by slot, why an adapter cannot be used: its layers, or some of them, will never arrive. Raises
         DeviceLost when no batch can be launched any more."""
         if self._lost is not None:
             raise self._lost
-        found = {slot: self.bound[slot].failure for slot in slots}
-        return {slot: failure for slot, failure in found.items() if failure is not None}
+        return {slot: failure for slot, failure in self._failures.items() if slot in slots}
 
     def arriving(self, slots: Collection[int]) -> list[int]:
         """Returns the slots with layers that may be missing."""
-        return [slot for slot in slots if slot in self.bound and self.bound[slot].is_loading]
+        return [slot for slot in self._loading if slot in slots]
 
     def work_items(self, slots: NDArray[np.int32]) -> list[WorkItems]:
         """Returns the BGMV kernels' items of a batch by group shape. `slots`: int32 [tokens], adapter slots.
@@ -218,10 +223,7 @@ class DeviceImages:
 
     def used(self, slots: Collection[int], lane: Lane, number: int) -> None:
         """Records that a pass which reads these adapters ends with mark `number` of `lane`."""
-        marks = at(lane, number)
-        for slot in slots:
-            bound = self.bound[slot]
-            bound.used = latest(bound.used, marks)
+        self._used[list(slots), lane] = number  # a lane's marks only grow
 
     def bytes_of(self, slot: int) -> Tensor:
         """Returns an adapter's bytes on the device, at their present address."""
@@ -241,9 +243,14 @@ class DeviceImages:
 
     def _fail_load(self, slot: int, failure: Exception) -> None:
         """Ends a load with an error: its layers will not arrive, so no iteration may read the adapter."""
-        bound = self.bound[slot]
-        bound.failure, bound.used = failure, latest(bound.used, self._copier.cancel(slot))
+        self._failures[slot] = failure
+        self._unsettled.discard(slot)
+        self._used[slot] = latest(self._used_until(slot), self._copier.cancel(slot))
         self._end_load(slot, failure)
+
+    def _used_until(self, slot: int) -> Marks:
+        """Returns the marks after which nothing reads or writes a slot's bytes any more."""
+        return tuple(self._used[slot].tolist())
 
     def _end_load(self, slot: int, failure: Exception | None) -> None:
         self.bound[slot].is_loading = False
@@ -256,6 +263,7 @@ class DeviceImages:
         if grant is None:
             return False
         bound.is_placed = True
+        self._unsettled.discard(slot)
         base = self.memory.data_ptr()
         self._move(grant)
         self._write_column(slot, base + grant.start)

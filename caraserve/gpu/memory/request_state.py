@@ -136,6 +136,8 @@ class RequestSlots:
         """Writes the vectors among the tokens of `rows` to their places in `hidden`, [tokens, hidden] of a lane, by the
         lane's ring. To be called before the pass is issued, whose embedding leaves these places as they are: vectors
         need no device memory of their own, and a captured pass finds them as well."""
+        if not self._vectors:
+            return
         first = 0
         for row in rows:
             if row.slot in self._vectors:

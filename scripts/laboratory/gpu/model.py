@@ -25,7 +25,7 @@ from scripts.laboratory.gpu.setup import CheckSetup
 
 _FLOOR_TARGETS = {1: 0.75, 64: 0.80}  # by batch, at the middle context
 _LORA_TARGET, _LORA_LEAST_CONTEXT = 0.90, 1024
-_BASE_TARGET, _HOST_TARGET_US = 0.99, 300.0
+_BASE_TARGET, _HOST_TARGET_US = 0.99, 600.0
 _BUSY_TARGET = 1.10
 
 
