@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from caraserve.config import EngineConfig, LoraConfig, ModelConfig
 from caraserve.core.backend import Backend
 from caraserve.core.machine_profile import Profile
+from caraserve.core.matrix_copy import CopyMatrices
 from caraserve.errors import ConfigError, ModelLoadError
 from caraserve.gpu.driver.detect import detect
 from caraserve.gpu.driver.environment import prepare_environment
@@ -174,6 +175,16 @@ def _build_cpu_backend(
         backend.warm_up(merging=lora.mode.merges)
     return_freed_memory()
     return backend
+
+
+def compile_copies() -> CopyMatrices:
+    """Returns the compiled code that reads adapters."""
+    from caraserve.cpu.jit import counting
+
+    with CompileProgress().shown() as compiled, counting(compiled):
+        from caraserve.cpu.adapter_matrices import compiled_copies
+
+        return compiled_copies()
 
 
 @contextmanager

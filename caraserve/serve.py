@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from caraserve import demo
-from caraserve.backend_factory import ADAPTER_SLOTS, ServingBackend, build_backend
+from caraserve.backend_factory import ADAPTER_SLOTS, ServingBackend, build_backend, compile_copies
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.machine_profile import Profile
@@ -172,7 +172,7 @@ async def build_engine(
         late_kernels=lambda: backend.late_kernels,
     )
     base = None if model_config.load_format == "dummy" else BaseTensors(folder, plan)
-    reader = AdapterReader(plan, on_loop, base, DTYPES.get(lora_config.lora_dtype))
+    reader = AdapterReader(plan, on_loop, base, DTYPES.get(lora_config.lora_dtype), compile_copies())
     stack.callback(reader.close)
     arena = Arena(backend.host_memory)
     mode = lora_config.mode

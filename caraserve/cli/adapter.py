@@ -10,7 +10,8 @@ from caraserve.errors import AdapterRejected, CaraServeError, ConfigError
 from caraserve.lora.adapter_tensors import TensorSource
 from caraserve.lora.base_copies import check_copies
 from caraserve.lora.folder_contents import GGUF_SUFFIX, MISTRAL_NAMES, TORCH_NAME, files_of, why_no_adapter
-from caraserve.lora.peft import TensorLayout, inspect_adapter, opened, specify
+from caraserve.lora.image_writer import TensorLayout
+from caraserve.lora.peft import inspect_adapter, opened, specify
 from caraserve.lora.peft_config import load_fields
 from caraserve.lora.peft_fields import CONFIG_NAME, Fields, shown
 from caraserve.lora.peft_writer import write_adapter

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from caraserve.core.lora_layout import Array
 from caraserve.model.dtype import Dtype, to_float32
 from caraserve.model.linear_plan import Rows
+from caraserve.model.opened_file import FilePlace
 
 
 class TensorSource(Protocol):
@@ -42,6 +43,9 @@ class TensorSource(Protocol):
 
     def end(self, name: str) -> int:
         """Returns where a tensor ends in the file."""
+
+    def place(self, name: str) -> FilePlace | None:
+        """Returns where a tensor's values begin in the file; None: they do not lie there one row after another."""
 
     def check_unchanged(self) -> None:
         """Raises TensorFileError if the file was written after it was opened."""
@@ -130,6 +134,21 @@ class AdapterTensors:
         return max(
             self._source.end(one) for one in ([name] if view is None else [piece.tensor for piece in view.pieces])
         )
+
+    def place(self, name: str) -> FilePlace | None:
+        if (view := self._views[name]) is None:
+            return self._source.place(name)
+        first, *others = view.pieces
+        if others or first != Piece(first.tensor, rows=first.rows, at=first.at):
+            return None
+        source = self._source.shape(first.tensor)
+        rows, all_rows = first.rows or range(source[0]), range(view.shape[0])
+        if not isinstance(rows, range) or rows.step != 1 or first.at not in (None, all_rows):
+            return None
+        if (len(rows), *source[1:]) != view.shape or (place := self._source.place(first.tensor)) is None:
+            return None
+        row_bytes = self._source.dtype(first.tensor).itemsize * math.prod(source[1:])
+        return FilePlace(place.descriptor, place.offset + rows.start * row_bytes)
 
     def check_unchanged(self) -> None:
         self._source.check_unchanged()

@@ -22,7 +22,7 @@ from caraserve.core.lora_layout import (
     stored_b,
 )
 from caraserve.errors import AdapterRejected
-from caraserve.lora.peft import check_update
+from caraserve.lora.image_writer import check_update
 from caraserve.model.dtype import Dtype, to_float32
 from caraserve.model.plan import DecoderPlan
 

@@ -13,8 +13,8 @@ import numpy as np
 from caraserve.core.lora_layout import modules_of
 from caraserve.errors import AdapterRejected
 from caraserve.lora.folder_contents import TENSORS_NAME
+from caraserve.lora.image_writer import ImageWriter, TensorLayout
 from caraserve.lora.kinds.lora import Lora
-from caraserve.lora.peft import ImageWriter, TensorLayout
 from caraserve.lora.peft_fields import CONFIG_NAME, Fields
 from caraserve.lora.tensor_names import peft_name
 

@@ -19,8 +19,8 @@ from caraserve.lora.adapter import Done, LayersArrived, Source, UploadSource
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.folder_contents import TENSORS_NAME
+from caraserve.lora.image_writer import ImageWriter, TensorLayout
 from caraserve.lora.manifest import ChunkHasher
-from caraserve.lora.peft import ImageWriter, TensorLayout
 from caraserve.model.opened_file import TensorFileError
 from caraserve.model.safetensors_reader import TensorFile
 

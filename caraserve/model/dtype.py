@@ -1,5 +1,6 @@
 """Storage types of weights, and their values."""
 
+import struct
 from enum import Enum
 
 import numpy as np
@@ -47,6 +48,13 @@ def to_float32(raw: NDArray[np.generic], dtype: Dtype) -> NDArray[np.float32]:
     if dtype is Dtype.F16:
         return raw.view(np.float16).astype(np.float32)
     return (raw.astype(np.uint32) << 16).view(np.float32)
+
+
+def value_of(bits: int, dtype: Dtype) -> float:
+    """Returns the value that bits of a dtype stand for."""
+    if dtype is Dtype.F16:
+        return float(struct.unpack("<e", struct.pack("<H", bits))[0])
+    return float(struct.unpack("<f", struct.pack("<I", bits << 16 if dtype is Dtype.BF16 else bits))[0])
 
 
 def rounded(values: NDArray[np.float32], dtype: Dtype) -> NDArray[np.generic]:

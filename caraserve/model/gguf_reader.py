@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.model.dtype import Dtype
-from caraserve.model.opened_file import OpenedFile, TensorFileError
+from caraserve.model.opened_file import FilePlace, OpenedFile, TensorFileError
 from caraserve.util.units import align_up
 
 # Architectures whose q and k have the outputs of each head in the order in which neighbours are rotated together: those
@@ -145,6 +145,10 @@ class GgufFile(OpenedFile):
     def read_into(self, name: str, target: memoryview, start: int) -> None:
         """Reads as many bytes as `target` has, from byte `start` of a tensor on. Raises TensorFileError."""
         self._read_into(target, self.tensor(name).start + start, f"tensor {name}")
+
+    def place(self, name: str) -> FilePlace:
+        """Returns where a tensor's values begin. Raises TensorFileError when there is no such tensor."""
+        return FilePlace(self._descriptor, self.tensor(name).start)
 
     def end(self, name: str) -> int:
         """Returns where a tensor ends in the file. Raises TensorFileError when there is no such tensor."""

@@ -5,11 +5,18 @@ import stat
 import weakref
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 
 class TensorFileError(Exception):
     """A tensor file that cannot be read; the message names the file and what is wrong with it."""
+
+
+class FilePlace(NamedTuple):
+    """Where the values of a tensor begin, which lie one row after another."""
+
+    descriptor: int  # of the open file
+    offset: int  # in bytes
 
 
 class OpenedFile:

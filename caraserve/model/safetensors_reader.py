@@ -19,7 +19,7 @@ import safetensors
 from numpy.typing import NDArray
 
 from caraserve.model.dtype import Code, Dtype
-from caraserve.model.opened_file import OpenedFile, TensorFileError
+from caraserve.model.opened_file import FilePlace, OpenedFile, TensorFileError
 from caraserve.util.memory import memory_file
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -104,8 +104,11 @@ class TensorFile(OpenedFile):
 
         Raises TensorFileError when the file has been cut short since it was opened.
         """
-        offset = self._start + int(self._entry(name)["data_offsets"][0]) + start
-        self._read_into(target, offset, f"tensor {name}")
+        self._read_into(target, self.place(name).offset + start, f"tensor {name}")
+
+    def place(self, name: str) -> FilePlace:
+        """Returns where a tensor's values begin. Raises TensorFileError when there is no such tensor."""
+        return FilePlace(self._descriptor, self._start + int(self._entry(name)["data_offsets"][0]))
 
     @property
     def metadata(self) -> dict[str, Any]:

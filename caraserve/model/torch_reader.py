@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.model.dtype import Dtype
-from caraserve.model.opened_file import OpenedFile, TensorFileError
+from caraserve.model.opened_file import FilePlace, OpenedFile, TensorFileError
 from caraserve.model.torch_pickle import PickledTensor, PickleRefused, read_pickle
 
 _OLD = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46"  # the first bytes of the format from before 1.6
@@ -64,6 +64,17 @@ class TorchFile(OpenedFile):
         """Reads some rows of a tensor, as `raw`."""
         tensor = self._tensor(name)
         return self._values(name, start * tensor.strides[0], (stop - start, *tensor.shape[1:]))
+
+    def place(self, name: str) -> FilePlace | None:
+        """Returns where a tensor's values begin; None: they do not lie one row after another."""
+        tensor, size = self._tensor(name), self.dtype(name).itemsize
+        dense = [math.prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape))]
+        if any(
+            count > 1 and here != stride
+            for count, here, stride in zip(tensor.shape, tensor.strides, dense, strict=True)
+        ):
+            return None
+        return FilePlace(self._descriptor, self._entries[tensor.storage][0] + tensor.offset * size)
 
     def end(self, name: str) -> int:
         """Returns where the storage of a tensor ends in the file."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from caraserve.backend_factory import compile_copies
 from caraserve.core.lora_layout import A_COLUMNS, PANEL, HostAdapter, SiteSpan, aligned_bytes
+from caraserve.lora.image_filler import ImageFiller
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import to_float32
 from caraserve.model.families import plan_of
@@ -62,11 +65,25 @@ def write_adapter(folder: Path, changes: Mapping[str, Any] | None = None, tensor
     return folder
 
 
+@cache
+def compiled_filler() -> ImageFiller:
+    """Returns the filler of a server with three threads."""
+    return ImageFiller(compile_copies(), helpers=2)
+
+
 def read(folder: Path, plan: DecoderPlan, filled: int = 0) -> HostAdapter:
-    """Reads a whole adapter into memory that was filled with the byte `filled`."""
-    into = aligned_bytes(inspect_adapter(folder, plan).num_bytes)
-    into[:] = filled
-    return read_adapter(folder, plan, into)
+    """Reads a whole adapter into memory that was filled with the byte `filled`. Checks that compiled code and several
+    threads make the same image as NumPy."""
+    spec = inspect_adapter(folder, plan, filler=compiled_filler())
+    images = []
+    for filler in (ImageFiller(), compiled_filler()):
+        into = aligned_bytes(spec.num_bytes)
+        into[:] = filled
+        images.append(read_adapter(folder, plan, into, filler=filler))
+    plain, compiled = images
+    assert plain.spec == compiled.spec == spec
+    assert np.array_equal(plain.data, compiled.data)
+    return compiled
 
 
 def matrices(
