@@ -80,6 +80,8 @@ class PatternTable(Generic[Value]):
 
     def of(self, module: str) -> Value:
         """Returns the value for a module's full name."""
+        if not self._ranked:
+            return self._default
         whole, *rest = name_ends(module)
         keys = [whole, f"^{whole}", *rest, *(f"*.{end}" for end in rest)]
         return min((self._ranked[key] for key in keys if key in self._ranked), default=(0, self._default))[1]
