@@ -400,7 +400,13 @@ class Engine:
                 return name
             return f"{name}@{digest}" if (digest := adapter.content_digest) is not None else ""
 
-        stream = TokenStream(lambda: self._cancel(active), unread, served_by, lambda: request.phases(self._now()))
+        stream = TokenStream(
+            lambda: self._cancel(active),
+            unread,
+            served_by,
+            lambda: request.phases(self._now()),
+            lambda: request.computed,
+        )
         active = ActiveRequest(request, stream, detokenizer, adapter)
         self._unfinished += 1
         self.request_counts.begin(inputs.adapter, self._now())

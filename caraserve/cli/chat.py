@@ -25,6 +25,7 @@ _CONNECT_S = 10.0
 _LONGEST_EVENT_BYTES = 8 << 20
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model's text must not control the terminal
 _SHOWN_ADAPTERS = 50
+_PREFILL = b": prefill "  # a comment of a stream whose prompt takes long
 _HELP = """\
 /adapters [TEXT]  list the adapters whose names contain TEXT
 /adapter NAME     let another adapter answer; the conversation continues
@@ -40,6 +41,8 @@ class Timing:
     first_s: float | None = None
     last_s: float | None = None
     tokens: int | None = None  # None: the server has not said
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, computed in earlier turns
     is_cut: bool = False  # whether the answer has reached the most tokens that it may have
     instance: str = ""  # that computes the answer, in a cluster
 
@@ -103,17 +106,23 @@ class ChatClient:
         return Models(bases[0] if bases else adapters[0], adapters)
 
     async def answer(
-        self, model: str, messages: Sequence[Mapping[str, str]], timing: Timing
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, str]],
+        timing: Timing,
+        on_progress: Callable[[str], None] = lambda progress: None,
     ) -> AsyncGenerator[AnswerPart]:
-        """Yields an answer's pieces as they arrive, and notes their times. Closing the iterator ends the answer."""
+        """Yields an answer's pieces as they arrive, and notes their times. Closing the iterator ends the answer.
+        `on_progress`: called with how much of a long prompt is computed, as `40 of 900 tokens`."""
         body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         async with self._request("POST", "/v1/chat/completions", json=body) as response:
             timing.instance = response.headers.get("x-caraserve-instance", "")
-            async for data in _events(response):
+            async for data in _events(response, on_progress):
                 if "error" in data:
                     raise CaraServeError(_message(data) or "the answer ended with an error")
                 if (usage := data.get("usage")) is not None:
-                    timing.tokens = usage["completion_tokens"]
+                    timing.tokens, timing.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
+                    timing.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
                 for choice in data.get("choices", ()):
                     timing.is_cut = choice.get("finish_reason") == "length"
                     delta = choice["delta"]
@@ -151,9 +160,13 @@ class ChatClient:
         return _message(await _json(response)) or f"{self._url} answered with status {response.status}"
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+async def _events(
+    response: aiohttp.ClientResponse, on_progress: Callable[[str], None]
+) -> AsyncIterator[dict[str, Any]]:
     """Yields the events of a stream, decoded, until [DONE]."""
     async for line in response.content:
+        if line.startswith(_PREFILL):
+            on_progress(line.removeprefix(_PREFILL).decode(errors="replace").strip())
         data = line.removeprefix(b"data: ").strip()
         if data == b"[DONE]":
             return
@@ -182,6 +195,7 @@ class Chat:
         self.model = model
         self._client, self._console = client, console
         self._messages: list[dict[str, str]] = []
+        self._shown = ""  # of a prompt's progress
         self._commands = {"/adapter": self._switch, "/adapters": self._list, "/clear": self._clear, "/help": self._help}
 
     async def handle(self, line: str) -> bool:
@@ -205,14 +219,17 @@ class Chat:
         timing = Timing(time.monotonic())
         pieces: list[AnswerPart] = []
         try:
-            async with aclosing(self._client.answer(self.model, self._messages, timing)) as answer:
+            progress = self._show_progress if self._console.is_terminal else lambda text: None
+            async with aclosing(self._client.answer(self.model, self._messages, timing, progress)) as answer:
                 async for piece in answer:
+                    self._end_progress()
                     if pieces and pieces[-1].is_reasoning and not piece.is_reasoning:
                         self._console.out("")
                     pieces.append(piece)
                     style = "dim" if piece.is_reasoning else None
                     self._console.out(_CONTROL.sub("", piece.text), end="", style=style, highlight=False)
         finally:
+            self._end_progress()
             if pieces:
                 said = "".join(piece.text for piece in pieces if not piece.is_reasoning)
                 self._messages.append({"role": "assistant", "content": said})
@@ -220,6 +237,16 @@ class Chat:
             else:
                 self._messages.pop()
         self._say(_summary(self.model, timing))
+
+    def _show_progress(self, text: str) -> None:
+        """Shows how much of the prompt is computed, on the line where the answer will begin."""
+        self._shown = f"[prompt: {_CONTROL.sub('', text)}]"
+        self._console.out(f"\r{self._shown}", end="", style="dim", highlight=False)
+
+    def _end_progress(self) -> None:
+        if self._shown:
+            self._console.out(f"\r{' ' * len(self._shown)}\r", end="")
+            self._shown = ""
 
     async def _switch(self, name: str) -> None:
         self.model = chosen(await self._client.models(), name)
@@ -295,6 +322,8 @@ def _converse(runner: asyncio.Runner, conversation: Chat, console: Console, read
 def _summary(model: str, timing: Timing) -> str:
     """`pirate: 42 tokens, first after 120 ms, then 55.0 tokens/s`."""
     parts = [] if timing.tokens is None else [f"{timing.tokens} token{'s' * (timing.tokens != 1)}"]
+    if timing.cached_tokens:
+        parts.append(f"{timing.cached_tokens} of {timing.prompt_tokens} prompt tokens reused")
     if timing.ttft_ms is not None:
         parts.append(f"TTFT {timing.ttft_ms:.0f} ms")
     if timing.tokens_per_s is not None:

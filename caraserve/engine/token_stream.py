@@ -24,11 +24,13 @@ class TokenStream:
         unread: UnreadAnswer,
         served_by: Callable[[], str] = str,
         phases: Callable[[], Phases] = Phases,
+        num_computed: Callable[[], int] = int,
     ) -> None:
         """`unread`: what is unread of the answer that this is a part of. `served_by`: returns what answers, as
         `adapter@digest`, or the base model's name; empty while the digest is unknown, because the adapter is still
-        being uploaded. `phases`: returns the request's times until now."""
-        self.served_by, self.phases, self.unread = served_by, phases, unread
+        being uploaded. `phases`: returns the request's times until now. `num_computed`: returns how many of its tokens
+        are computed, or in an iteration under way."""
+        self.served_by, self.phases, self.unread, self.num_computed = served_by, phases, unread, num_computed
         self._on_cancel = on_cancel
         self.interval_tokens = 1
         self._write: Callable[[str, int], bool] | None = None

@@ -36,6 +36,7 @@ class HttpTimings:
     """How long the server waits for its clients, in seconds."""
 
     ping_s: float = 15.0  # silence in a stream, before a comment line keeps proxies from closing it
+    progress_s: float = 1.0  # between two comments on a prompt that is being computed
     write_s: float = 30.0  # in which a client reads next to nothing, before the connection is cut
     body_s: float = 30.0  # from the end of the headers to the end of the body; of an upload, without a byte
     upload_grace_s: float = 60.0  # of an upload, before it must have arrived at the least rate

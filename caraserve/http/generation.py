@@ -152,6 +152,8 @@ class Generation:
             one.interval_tokens = self._context.config.stream_interval
         async with EventStream(self._request, self._context.timings, writer) as events:
             self._events = events
+            if FORWARDED not in self._request:  # the instance that forwards could not try another one any more
+                events.show_progress(self._progress)
             try:
                 parts = enumerate(zip(self._streams, self.api_request.requests, strict=True))
                 sending = (self._send_answer(events, index, *part) for index, part in parts)
@@ -167,6 +169,13 @@ class Generation:
                     raise
                 await events.end_with_error(_late_error(self._request, error))
         return GenerationResult(events.response, finishes)
+
+    def _progress(self) -> bytes:
+        """Returns a comment with how many tokens of the prompts are computed; empty before the first of them."""
+        prompts = [len(one.prompt_ids) for one in self.api_request.requests]
+        parts = zip(self._streams, prompts, strict=True)
+        computed = sum([min(stream.num_computed(), tokens) for stream, tokens in parts])
+        return comment(f"prefill {computed} of {sum(prompts)} tokens") if computed else b""
 
     async def _note_totals(self, finishes: Sequence[Finish]) -> ResponseTotals:
         """Adds up the engine requests, also for the log line."""

@@ -5,6 +5,7 @@ The response starts with the first event, so that an error before it still gets 
 
 import asyncio
 import re
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -80,7 +81,6 @@ class EventStream:
         self.response = _EventResponse(headers=_HEADERS)
         self._request = request
         self._format = stream_format
-        self._ping_s = timings.ping_s
         self._loop = asyncio.get_running_loop()
         self._last_s = self._loop.time()
         self._starting = asyncio.Lock()
@@ -89,9 +89,11 @@ class EventStream:
         self.num_events = 0  # passed to `send`
         self.ended = False  # whether the stream's end has been passed to `send`
         self.error: CaraServeError | None = None  # that ended it
-        # A timer, not a task: the exception of a cancelled task keeps its frame, and so the whole request, in a cycle.
+        # Timers, not tasks: the exception of a cancelled task keeps its frame, and so the whole request, in a cycle.
         self._silence: asyncio.TimerHandle | None = None
+        self._next_progress: asyncio.TimerHandle | None = None
         self._pinging: asyncio.Task[None] | None = None
+        self._timings = timings
 
     @property
     def started(self) -> bool:
@@ -99,8 +101,12 @@ class EventStream:
         return self.response.prepared
 
     async def __aenter__(self) -> Self:
-        self._silence = self._loop.call_later(self._ping_s, self._end_silence)
+        self._silence = self._loop.call_later(self._timings.ping_s, self._end_silence)
         return self
+
+    def show_progress(self, progress: Callable[[], bytes]) -> None:
+        """Sends the comment that `progress` returns, which may be empty, once a second until there is an event."""
+        self._next_progress = self._loop.call_later(self._timings.progress_s, self._show_progress, progress, b"")
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -174,25 +180,37 @@ class EventStream:
 
     def _end_silence(self) -> None:
         """Sends a comment if nothing was sent for `ping_s` and nothing waits for the client; then plans the next."""
-        left_s = self._last_s + self._ping_s - self._loop.time()
+        left_s = self._last_s + self._timings.ping_s - self._loop.time()
         if left_s <= 0:
-            left_s = self._ping_s
-            if self._pinging is None and not self._request.protocol.writing_paused:
-                self._pinging = self._loop.create_task(self._ping())
+            left_s = self._timings.ping_s
+            self._send_alone(self._format.ping)
         self._silence = self._loop.call_later(left_s, self._end_silence)
 
-    async def _ping(self) -> None:
+    def _show_progress(self, progress: Callable[[], bytes], shown: bytes) -> None:
+        if self.num_events:
+            return
+        if (now := progress()) not in (b"", shown):
+            self._send_alone(now)
+        self._next_progress = self._loop.call_later(self._timings.progress_s, self._show_progress, progress, now)
+
+    def _send_alone(self, events: bytes) -> None:
+        """Sends events beside the task of the answer, unless something waits for the client."""
+        if self._pinging is None and not self._request.protocol.writing_paused:
+            self._pinging = self._loop.create_task(self._ping(events))
+
+    async def _ping(self, events: bytes) -> None:
         try:
-            await self.send(self._format.ping)
+            await self.send(events)
         except ConnectionError:
             pass  # the handler is being cancelled already
         finally:
             self._pinging = None
 
     def _stop_pings(self) -> None:
-        if self._silence is not None:
-            self._silence.cancel()
-            self._silence = None
+        for timer in (self._silence, self._next_progress):
+            if timer is not None:
+                timer.cancel()
+        self._silence = self._next_progress = None
         if self._pinging is not None:
             self._pinging.cancel()
             self._pinging = None

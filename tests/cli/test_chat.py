@@ -14,6 +14,7 @@ from rich.console import Console
 from caraserve.cli.chat import Chat, ChatClient, Timing
 from caraserve.core.request import GenerateRequest, TokenDelta
 from caraserve.errors import CaraServeError
+from caraserve.http.context import HttpTimings
 from tests.http.apis.test_reasoning import WITHOUT_SWITCH
 from tests.http.fake_engine import FakeEngine, FakeStream, FakeTokenizer, finish, spell
 from tests.http.fleet import fleet
@@ -24,8 +25,8 @@ from tests.processes import free_ports
 class Screen(Console):
     """A console that keeps what is printed, and tells when it prints."""
 
-    def __init__(self) -> None:
-        super().__init__(file=io.StringIO(), soft_wrap=True)
+    def __init__(self, *, is_terminal: bool = False) -> None:
+        super().__init__(file=io.StringIO(), soft_wrap=True, force_terminal=is_terminal)
         self.printed = asyncio.Event()
 
     def out(self, *objects: Any, **options: Any) -> None:
@@ -91,6 +92,25 @@ async def test_the_instance_of_a_cluster_that_answered_is_named() -> None:
         screen = Screen()
         await Chat(client, screen, "a").handle("one")
     assert screen.text.splitlines()[-1].endswith("answered by a]")
+
+
+async def test_the_progress_of_a_long_prompt_is_shown_until_the_answer_begins() -> None:
+    engine, screen = FakeEngine(script=None), Screen(is_terminal=True)
+    timings = HttpTimings(progress_s=0.01)
+    async with serving(engine, timings=timings) as server, ChatClient.open(server.url, None) as client:
+        handling = asyncio.create_task(Chat(client, screen, "a").handle("one"))
+        (stream,) = await engine.submitted()
+        stream.num_computed = lambda: 7
+        while "[prompt: 7 of" not in screen.text:
+            screen.printed.clear()
+            await screen.printed.wait()
+        stream.feed(TokenDelta("Aye", (1,)))
+        stream.end()
+        await handling
+    shown, cleared, answer = screen.text.split("\n")[0].split("\r")[-3:]
+    assert "tokens]" in shown
+    assert cleared.isspace()
+    assert answer.startswith("Aye")
 
 
 async def test_an_answer_that_reaches_the_most_tokens_is_said_to_be_cut_off() -> None:

@@ -215,6 +215,7 @@ class FakeStream:
         self.cancels = 0
         self.reached = PHASES
         self.taken = 0
+        self.num_computed: Callable[[], int] = int
         self._deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
         self._ended = False
 

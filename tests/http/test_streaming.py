@@ -207,6 +207,20 @@ async def test_silence_is_filled_with_ping_comments() -> None:
         assert b'"text":"x"' in event
 
 
+async def test_a_prompt_that_takes_long_has_comments_with_its_progress() -> None:
+    fake, fields = FakeEngine(script=None), {**FIELDS, "prompt": list(range(100)), "n": 2}
+    async with serving(fake, timings=HttpTimings(progress_s=0.01)) as client:
+        answer = asyncio.ensure_future(client.session.post(client.url + "/v1/completions", json=fields))
+        first, second = await fake.submitted(2)
+        first.num_computed = lambda: 32
+        async with await answer as response:
+            assert await read_event(response) == b": prefill 32 of 200 tokens"
+            second.num_computed = lambda: 101  # and the first token of its answer
+            assert await read_event(response) == b": prefill 132 of 200 tokens"
+            first.feed(TokenDelta("x", (1,)))
+            assert b'"text":"x"' in await read_event(response)
+
+
 @pytest.mark.parametrize("error", [BackendFailed("device lost"), None])
 async def test_failure_after_the_first_byte_is_an_event_and_the_end(error: BackendFailed | None) -> None:
     fake = FakeEngine(script=begun)
