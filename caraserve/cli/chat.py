@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, Self
 
 import aiohttp
 from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
 
 from caraserve.errors import CaraServeError
 
@@ -25,6 +27,7 @@ _CONNECT_S = 10.0
 _LONGEST_EVENT_BYTES = 8 << 20
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model's text must not control the terminal
 _SHOWN_ADAPTERS = 50
+_CLEAR_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 _PREFILL = b": prefill "  # a comment of a stream whose prompt takes long
 _HELP = """\
 /adapters [TEXT]  list the adapters whose names contain TEXT
@@ -195,7 +198,7 @@ class Chat:
         self.model = model
         self._client, self._console = client, console
         self._messages: list[dict[str, str]] = []
-        self._shown = ""  # of a prompt's progress
+        self._shows_progress = False
         self._commands = {"/adapter": self._switch, "/adapters": self._list, "/clear": self._clear, "/help": self._help}
 
     async def handle(self, line: str) -> bool:
@@ -240,13 +243,14 @@ class Chat:
 
     def _show_progress(self, text: str) -> None:
         """Shows how much of the prompt is computed, on the line where the answer will begin."""
-        self._shown = f"[prompt: {_CONTROL.sub('', text)}]"
-        self._console.out(f"\r{self._shown}", end="", style="dim", highlight=False)
+        self._end_progress()
+        self._console.out(f"[prompt: {_CONTROL.sub('', text)}]", end="", style="dim", highlight=False)
+        self._shows_progress = True
 
     def _end_progress(self) -> None:
-        if self._shown:
-            self._console.out(f"\r{' ' * len(self._shown)}\r", end="")
-            self._shown = ""
+        if self._shows_progress:
+            self._console.control(_CLEAR_LINE)
+            self._shows_progress = False
 
     async def _switch(self, name: str) -> None:
         self.model = chosen(await self._client.models(), name)
