@@ -278,7 +278,7 @@ def _lane_memory(
 ) -> tuple[DeviceBatch, Workspace]:
     max_rank = sizes.padded_rank or MAX_RANK
     sizes_of_rows = plan, weights.dtype, capacity, max_rank, sizes.max_context, device.device
-    workspace = make_workspace(*sizes_of_rows, ATTENTION.decode, rounds_inputs=weights.rounds_inputs)
+    workspace = make_workspace(*sizes_of_rows, ATTENTION.decode, weights.room(capacity.tokens))
     return make_batch(plan, capacity, max_rank, device.device), workspace
 
 

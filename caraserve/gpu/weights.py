@@ -24,6 +24,7 @@ from caraserve.gpu.linear.experts import load_experts
 from caraserve.gpu.linear.formats import class_of, load_linear
 from caraserve.gpu.linear.grouped import GroupedLinear, load_matrices
 from caraserve.gpu.linear.random_codes import random_matrix
+from caraserve.gpu.linear.room import RoomSize
 from caraserve.gpu.supported_plans import check_plan
 from caraserve.model.dtype import Dtype
 from caraserve.model.formats import WeightFormat
@@ -79,11 +80,10 @@ class Weights:
     def device(self) -> torch.device:
         return self.final_norm.weight.device
 
-    @property
-    def rounds_inputs(self) -> bool:
-        """True if inputs of some linear modules are quantised, for which a lane needs `RoundedRows`."""
+    def room(self, rows: int) -> RoomSize:
+        """Returns the memory that products of up to `rows` rows need."""
         linears = [self.head, *(linear for layer in self.layers for linear in layer.linears)]
-        return any(linear.rounds_inputs for linear in linears)
+        return RoomSize.for_all(linear.room(rows, self.dtype) for linear in linears)
 
 
 def num_bytes(plan: DecoderPlan, dtype: torch.dtype) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ from torch import Tensor
 from caraserve.errors import ConfigError
 from caraserve.gpu.checkpoint import load_checkpoint
 from caraserve.gpu.linear import quantized as quantized_linear
-from caraserve.gpu.linear.base import Linear, RoundedRows
+from caraserve.gpu.linear import room
+from caraserve.gpu.linear.base import Linear
 from caraserve.gpu.linear.dense import DenseLinear
 from caraserve.gpu.linear.formats import class_of
 from caraserve.gpu.linear.fp8 import Fp8Linear
@@ -25,7 +25,8 @@ from caraserve.gpu.linear.grouped import GroupedCodesClass
 from caraserve.gpu.linear.int8 import Int8Linear
 from caraserve.gpu.linear.mixed import MixedLinear
 from caraserve.gpu.linear.mxfp4 import Mxfp4
-from caraserve.gpu.linear.quantized import QuantizedLinear
+from caraserve.gpu.linear.quantized import Product, QuantizedLinear
+from caraserve.gpu.linear.room import ProductRoom, RoomSize
 from caraserve.gpu.weights import Weights, dummy, load, num_bytes
 from caraserve.model.dtype import Code
 from caraserve.model.families import load_plan, plan_of
@@ -105,6 +106,10 @@ def modules(plan: DecoderPlan) -> Iterator[tuple[tuple[str, slice], ...]]:
             )
 
 
+def room_of(linear: Linear, x: Tensor) -> ProductRoom:
+    return ProductRoom.empty(linear.room(len(x), x.dtype), len(x), CPU)
+
+
 def quantised(weights: Weights) -> list[QuantizedLinear]:
     return [linear for linear in linears(weights) if isinstance(linear, QuantizedLinear)]
 
@@ -144,7 +149,7 @@ def test_each_module_of_a_group_keeps_its_format(source: Path, tmp_path: Path) -
     assert [columns for _, columns in mixed.parts] == [rows for _, rows in group]
     x = torch.randn(3, plan.hidden, generator=torch.Generator().manual_seed(0))
     out = torch.empty(3, group[-1][1].stop)
-    mixed.apply(x, out, RoundedRows.empty(plan.hidden, 3, CPU))
+    mixed.apply(x, out, room_of(mixed, x))
     wanted = x @ torch.cat([numbers[f"{module}.weight"] for module, _ in group]).t()
     wanted += torch.cat([numbers[f"{module}.bias"] for module, _ in group])
     torch.testing.assert_close(out, wanted, atol=0.05, rtol=0.05)
@@ -171,52 +176,121 @@ def test_inputs_become_fp8_where_the_gpu_has_instructions_for_it(
     for kind, wanted in (("fp8-per-output", inputs), ("int8", Inputs.PER_TOKEN), ("fp8-weights", Inputs.KEPT)):
         _, weights = loaded(quantize(source, tmp_path / kind, KINDS[kind]))
         assert {linear.inputs for linear in quantised(weights)} == {wanted}
-        assert weights.rounds_inputs == (wanted is not Inputs.KEPT)
+        assert (weights.room(1).inputs > 0) == (wanted is not Inputs.KEPT)
 
 
-@pytest.mark.parametrize("kind", ["fp8-per-output", "fp8-static", "int8"])
-@pytest.mark.parametrize("rows", [64, 65])
-def test_products_of_many_rows_are_those_of_few(
-    kind: str, rows: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+FEW, MANY = Product.FUSED, Product.DEQUANTISED
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "capability", "products"),
+    [
+        ("fp8-per-output", BF16, 90, {1: FEW, 16: FEW, 17: Product.OF_CODES, 129: Product.OF_CODES}),
+        ("fp8-static", BF16, 89, {16: FEW, 17: Product.OF_CODES}),
+        ("fp8-per-output", BF16, 86, {17: FEW, 128: FEW, 129: MANY}),  # inputs are kept there
+        ("fp8-per-output", F16, 90, {128: FEW, 129: MANY}),  # sums of codes exceed float16
+        ("fp8-weights", BF16, 90, {128: FEW, 129: MANY}),
+        ("int8", BF16, 80, {1: FEW, 31: FEW, 32: Product.OF_CODES}),
+        ("int8-static", F16, 120, {31: FEW, 32: Product.OF_CODES}),
+        ("int8", BF16, 100, {128: FEW, 129: MANY}),  # cuBLAS is slow there
+        ("int8-weights-partly", BF16, 90, {128: FEW, 129: MANY}),
+        ("int8", F32, 90, {1000: FEW}),
+        ("fp8-per-output", F32, 90, {1000: FEW}),
+        ("fp8-weights", F32, 90, {1000: FEW}),
+    ],
+)
+def test_the_number_of_rows_chooses_the_product(
+    kind: str,
+    dtype: torch.dtype,
+    capability: int,
+    products: dict[int, Product],
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch multiplies more than 64 rows of fp8."""
-    multiplied, scaled_mm = list[int](), torch._scaled_mm
+    monkeypatch.setattr(quantized_linear, "compute_capability", lambda device: capability)
+    _, weights = loaded(quantize(source, tmp_path / "quantised", KINDS[kind]), dtype)
+    for linear in quantised(weights):
+        assert {rows: linear.product(rows, dtype) for rows in products} == products
+        narrow = replace(linear, weight=linear.weight[:40])  # no multiple of 16
+        assert narrow.product(1000, dtype) is (FEW if dtype is F32 else MANY)
 
-    def counting(x: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        multiplied.append(len(x))
-        return scaled_mm(x, *arguments, **named)
 
-    monkeypatch.setattr(torch, "_scaled_mm", counting)
-    plan, weights = loaded(quantize(source, tmp_path / "quantised", KINDS[kind]), torch.bfloat16)
-    rounded = RoundedRows.empty(plan.widest_input, rows, CPU)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_product_is_that_of_the_dequantised_weights(
+    kind: str, dtype: torch.dtype, source: Path, tmp_path: Path
+) -> None:
+    """Also of modules that lie beside others, whose outputs do not fill rows."""
+    _, weights = loaded(quantize(source, tmp_path / "quantised", KINDS[kind]), dtype)
+    met = set[Product]()
     for linear in quantised(weights):
         outputs, inputs = linear.weight.shape
-        x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
-        out, plain = (torch.empty(rows, outputs, dtype=torch.bfloat16) for _ in range(2))
-        linear.apply(x, out, rounded)
         scale = linear.scale if linear.input_scale is None else linear.scale / linear.input_scale
         numbers = linear.weight.float() * scale[:, None]
-        plain = x.float() @ numbers.T + (0.0 if linear.bias is None else linear.bias.float())
-        error = (out.float() - plain).square().mean().sqrt() / plain.square().mean().sqrt()
-        assert 0.001 < float(error) < (0.05 if linear.code is Code.F8_E4M3 else 0.02)
-        one = torch.empty(1, outputs, dtype=torch.bfloat16)
-        linear.apply(x[5:6], one, rounded)
-        torch.testing.assert_close(one[0].float(), out[5].float(), atol=0.02, rtol=0.02)
-    assert set(multiplied) == ({65} if rows == 65 and kind != "int8" else set())
+        for rows in (1, 20, 130):
+            x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
+            plain = x.float() @ numbers.T + (0.0 if linear.bias is None else linear.bias.float())
+            for width in (outputs, outputs + 8):
+                fills_rows, out = width == outputs, torch.full((rows, width), 7.0, dtype=dtype)
+                room = ProductRoom.empty(linear.room(rows, dtype, fills_rows=fills_rows), rows, CPU)
+                linear.apply(x, out[:, :outputs], room)
+                error = (out[:, :outputs].float() - plain).square().mean().sqrt() / plain.square().mean().sqrt()
+                bound = 0.006 if linear.inputs is Inputs.KEPT else 0.05 if linear.code is Code.F8_E4M3 else 0.02
+                assert float(error) < bound
+                assert torch.all(out[:, outputs:] == 7.0)
+                row, alone = rows // 2, torch.empty(1, outputs, dtype=dtype)
+                linear.apply(x[row : row + 1], alone, room_of(linear, x[:1]))  # of few rows, as the bound says
+                apart, size = (alone - out[row, :outputs]).float().norm(), plain[row].norm()
+                assert float(apart / size) < 0.005
+                met.add(linear.product(rows, dtype, fills_rows=fills_rows or rows == 1))
+    is_fp8 = "fp8" in kind
+    has_codes = "weights" not in kind and (dtype is BF16 or not is_fp8)
+    assert met == {FEW} | ({Product.OF_CODES} if has_codes else set()) | ({MANY} if is_fp8 or not has_codes else set())
 
 
-def test_torch_multiplies_no_widths_that_are_not_multiples_of_16(
+def test_large_matrices_are_dequantised_in_pieces(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, weights = loaded(quantize(source, tmp_path / "quantised", KINDS["fp8-per-output"]), torch.bfloat16)
-    rounded, linear = RoundedRows.empty(plan.widest_input, 65, CPU), quantised(weights)[0]
-    x = torch.randn(65, linear.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
-    whole, part = torch.empty(65, len(linear.weight)).bfloat16(), torch.empty(65, 40).bfloat16()
-    linear.apply(x, whole, rounded)
-    monkeypatch.delattr(torch, "_scaled_mm")
-    bias = None if linear.bias is None else linear.bias[:40]
-    replace(linear, weight=linear.weight[:40], scale=linear.scale[:40], bias=bias).apply(x, part, rounded)
-    torch.testing.assert_close(part.float(), whole[:, :40].float(), atol=0.02, rtol=0.02)
+    """So are sums of integers; the result is the same to the bit."""
+    for kind in ("fp8-weights", "int8"):
+        _, weights = loaded(quantize(source, tmp_path / kind, KINDS[kind]), BF16)
+        linear = max(quantised(weights), key=lambda one: len(one.weight))
+        x = torch.randn(200, linear.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+        whole, parts = (torch.empty(200, len(linear.weight)).bfloat16() for _ in range(2))
+        linear.apply(x, whole, room_of(linear, x))
+        with monkeypatch.context() as patch:
+            patch.setattr(room, "_MOST_MATRIX_BYTES", 20000)
+            small = room_of(linear, x)
+        assert small.matrix.nbytes <= 20000
+        linear.apply(x, parts, small)
+        assert torch.equal(whole, parts)
+
+
+@pytest.mark.parametrize("kind", ["fp8-per-output", "int8"])
+def test_a_row_that_is_not_finite_is_not_hidden(kind: str, source: Path, tmp_path: Path) -> None:
+    _, weights = loaded(quantize(source, tmp_path / "quantised", KINDS[kind]), BF16)
+    linear = quantised(weights)[0]
+    for rows in (2, 40):
+        x = torch.ones(rows, linear.weight.shape[1]).bfloat16()
+        x[1, 3] = torch.nan
+        out = torch.empty(rows, len(linear.weight)).bfloat16()
+        linear.apply(x, out, room_of(linear, x))
+        assert bool(out[1].isnan().all())
+        assert bool(out[0].isfinite().all())
+
+
+def test_a_room_is_as_large_as_the_largest_product_needs() -> None:
+    section = compressed("float", None, ignore=("lm_head",))
+    plan = plan_of(CONFIG | {"quantization_config": section})
+    weights = load(plan, BF16, 32, CPU, dummy(0, CPU))
+    largest = max(linear.weight.numel() for linear in linears(weights))
+    widest = max(linear.weight.shape[1] for linear in linears(weights))
+    assert weights.room(128) == RoomSize(inputs=128 * widest * 2)
+    assert weights.room(2048) == RoomSize(inputs=128 * widest * 2, matrix=largest * 2)
+    plain = load(plan_of(CONFIG), BF16, 32, CPU, dummy(0, CPU))
+    assert plain.room(2048) == RoomSize()
 
 
 def test_formats_that_round_inputs_have_their_own_class_and_blocks_of_bytes_that_of_grouped_codes() -> None:

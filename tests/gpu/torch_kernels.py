@@ -22,7 +22,7 @@ from caraserve.gpu.kernels.grouped import GroupedMatrix
 from caraserve.gpu.kernels.lora import Segments, SiteTables
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from caraserve.gpu.kernels.vocabulary import VocabularyTables
-from caraserve.gpu.linear import fp8, grouped, quantized
+from caraserve.gpu.linear import fp8, grouped, int8, quantized
 from caraserve.gpu.linear.base import TORCH_CODES
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.dtype import Code, Dtype
@@ -53,10 +53,13 @@ def torch_kernels() -> Iterator[None]:
         patch.setattr(TritonPrefill, "attend", attend_prefill)
         for name in ("lora_shrink", "lora_expand"):
             patch.setattr(lora_pass, name, globals()[name])
-        for name in ("round_rows", "multiply"):
+        for name in ("round_rows", "multiply", "dequantise"):
             patch.setattr(quantized, name, globals()[name])
-        patch.setattr(fp8, "scale_rows", scale_rows)
+        for module in (fp8, int8):
+            patch.setattr(module, "scale_rows", scale_rows)
+        patch.setattr(fp8, "halve_rows", halve_rows)
         patch.setattr(grouped, "multiply", multiply_grouped)
+        patch.setattr(grouped, "dequantise", dequantise_grouped)
         yield
     torch.set_num_threads(threads)
 
@@ -179,11 +182,24 @@ def _panels(address: int, width: int, rank: int, dtype: Dtype) -> Tensor:
     return panels.transpose(0, 1).reshape(rank, -1)[:, :width]
 
 
-def round_rows(x: Tensor, codes: Tensor, scales: Tensor, code: Code, given: Tensor | None = None) -> None:
+def round_rows(
+    x: Tensor, codes: Tensor, scales: Tensor, code: Code, given: Tensor | None = None, *, as_numbers: bool = False
+) -> bool:
     values, own = nearest_codes(x, code, given)
-    codes.copy_(values)
-    if given is None:
+    is_marked = codes.dtype is torch.int8  # rows that are not finite, by their scales
+    if is_marked:
+        own = torch.where(values.isfinite().all(1), own if given is None else 1.0, torch.nan)
+    has_scales = given is None or is_marked
+    if has_scales:
         scales[: len(x)] = own
+    codes.copy_(values * own[:, None] if as_numbers else values)
+    return has_scales
+
+
+def halve_rows(x: Tensor, halves: Tensor, scales: Tensor) -> None:
+    exponent = x.float().abs().amax(1).clamp(min=2.0**-112).log2().floor() - 14
+    scales.copy_(torch.exp2(exponent))
+    halves.copy_(x.float() / scales[:, None])
 
 
 def multiply(
@@ -200,13 +216,23 @@ def multiply(
     out.copy_(_scaled(x.float() @ values.T, scale, x_scale, bias))
 
 
-def scale_rows(out: Tensor, scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None) -> None:
-    out.copy_(_scaled(out.float(), scale, x_scale, bias))
+def scale_rows(
+    sums: Tensor, out: Tensor, scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None
+) -> None:
+    out.copy_(_scaled(sums.float(), scale, x_scale, bias))
+
+
+def dequantise(codes: Tensor, scale: Tensor, numbers: Tensor, code: Code, capability: int) -> None:
+    numbers.copy_(codes.view(TORCH_CODES[code]).float() * scale[:, None])
 
 
 def multiply_grouped(x: Tensor, weight: GroupedMatrix, out: Tensor, bias: Tensor | None = None) -> None:
     sums = x.float() @ plain_values(weight).to(x.dtype).float().T
     out.copy_(sums if bias is None else sums + bias.float())
+
+
+def dequantise_grouped(weight: GroupedMatrix, numbers: Tensor) -> None:
+    numbers.copy_(plain_values(weight))
 
 
 def embed_grouped(history: Tensor, weight: GroupedMatrix, tokens: TokenTables, hidden: Tensor) -> None:

@@ -5,19 +5,19 @@ import torch
 from torch import Tensor
 
 from caraserve.gpu.kernels.quantized import round_rows
-from caraserve.gpu.linear.base import RoundedRows
 from caraserve.gpu.linear.quantized import QuantizedLinear
+from caraserve.gpu.linear.room import ProductRoom, RoomSize
 from caraserve.model.dtype import Code, Dtype
 from caraserve.model.formats.scaled_codes import Inputs
 from scripts.laboratory.gpu.accelerator import Accelerator
-from scripts.laboratory.gpu.quantized import random_linear, rounded_rows
+from scripts.laboratory.gpu.quantized import random_linear, room_of
 from scripts.laboratory.gpu.results import check_close
 from scripts.laboratory.gpu.setup import CheckSetup
 from tests.gpu_device.nearest_codes import nearest_codes
 
 _CODES = Code.F8_E4M3, Code.I8
 _MOST_ROWS = 300  # more than any tile has
-# Of 1 or of the result, if that is larger. Products of torch are rounded twice.
+# Of 1 or of the result, if that is larger. Products of torch are rounded twice, the numbers of codes once more.
 _TOLERANCE = {Dtype.F32: 5e-5, Dtype.BF16: 2.0**-6, Dtype.F16: 2.0**-9}
 
 
@@ -34,8 +34,8 @@ def check_quantized(setup: CheckSetup, acc: Accelerator, case: int) -> float:
 
 
 def _check(acc: Accelerator, linear: QuantizedLinear, x: Tensor) -> float:
-    rows, inputs = x.shape
-    room = rounded_rows(acc, rows, inputs)
+    rows = len(x)
+    room = room_of(acc, linear, rows)
     out = torch.full((rows, len(linear.weight)), torch.nan, dtype=acc.torch_dtype, device=acc.place)
     acc.run(lambda: linear.apply(x, out, room))
     acc.settle()
@@ -43,25 +43,21 @@ def _check(acc: Accelerator, linear: QuantizedLinear, x: Tensor) -> float:
     if linear.inputs is Inputs.KEPT:
         return check_close(name, out, _products(linear, x.double()), _TOLERANCE[acc.dtype])
     values, scales = nearest_codes(x, linear.code, linear.input_scale)
-    _check_codes(name, acc, linear, x, room, values, scales)
+    _check_codes(name, acc, linear, x, values, scales)
     taken = values.double() * (scales.double()[:, None] if linear.input_scale is None else 1.0)
     return check_close(name, out, _products(linear, taken), _TOLERANCE[acc.dtype])
 
 
 def _check_codes(
-    name: str, acc: Accelerator, linear: QuantizedLinear, x: Tensor, room: RoundedRows, values: Tensor, scales: Tensor
+    name: str, acc: Accelerator, linear: QuantizedLinear, x: Tensor, values: Tensor, scales: Tensor
 ) -> None:
     """Checks that the inputs are quantised to `values`, by `scales`, in each form that a product takes them in."""
-
-    def check(form: torch.dtype) -> None:
-        codes = room.room(*x.shape, form)
-        acc.run(lambda: round_rows(x, codes, room.scales, linear.code, linear.input_scale))
+    room = ProductRoom.empty(RoomSize(inputs=2 * x.numel()), len(x), acc.place)
+    for form in (linear.values, *([torch.int8] if linear.code is Code.I8 else [torch.float8_e4m3fn])):
+        codes = room.inputs_as(form, *x.shape)
+        acc.run(lambda codes=codes: round_rows(x, codes, room.scales, linear.code, linear.input_scale))
         acc.settle()
         check_close(f"codes as {form}, {name}", codes.float(), values, 0.0)
-
-    check(torch.float16)
-    if linear.code is Code.F8_E4M3:
-        check(torch.float8_e4m3fn)
     if linear.input_scale is None:
         check_close(f"scales of codes, {name}", room.scales[: len(x)], scales, 0.0)
 

@@ -9,15 +9,17 @@ from torch import Tensor
 from caraserve.gpu.kernels.grouped import GroupedMatrix
 from caraserve.gpu.linear.base import LinearLoader
 from caraserve.gpu.linear.dense import DenseLinear
+from caraserve.gpu.linear.dequantised import FUSED_ROWS
 from caraserve.gpu.linear.grouped import GroupedLinear, load_matrices
 from caraserve.model.linear_plan import LinearPlan
 from scripts.laboratory.gpu.accelerator import Accelerator
 from scripts.laboratory.gpu.backends import DTYPE
+from scripts.laboratory.gpu.quantized import room_of
 from scripts.laboratory.gpu.results import Lines, StageResult, check_close
 from scripts.laboratory.gpu.setup import CheckSetup
 from tests.gpu_device.grouped_codes import KINDS, MadeUp, plain_values, read_made_up
 
-_ROWS = 1, 7, 64
+_ROWS = 1, 7, 64, FUSED_ROWS + 1
 _OUTPUTS, _INPUTS = 160, 512  # of products that are checked
 _TOLERANCE = 2.0**-6  # of products in bf16
 _TIMED = "Q4_0", "Q8_0", "Q4_K", "GPTQ", "nf4"
@@ -62,7 +64,9 @@ def _check(acc: Accelerator, kind: str, matrix: GroupedMatrix) -> None:
     """Rows of one 1 pick out weights, which have to be equal to the bit; random rows have sums of them."""
     values, linear = plain_values(matrix).to(acc.place).to(acc.torch_dtype), GroupedLinear(matrix, None)
     ones = torch.eye(_INPUTS, dtype=acc.torch_dtype, device=acc.place)
-    check_close(f"weights of {kind}", _product(acc, linear, ones), values.T, 0.0)
+    check_close(f"weights of {kind}, many rows", _product(acc, linear, ones), values.T, 0.0)
+    for few in ones.split(FUSED_ROWS):
+        check_close(f"weights of {kind}", _product(acc, linear, few), few @ values.T, 0.0)
     for rows in _ROWS:
         x = acc.random(acc.generator(rows), rows, _INPUTS)
         wanted = x.double() @ values.double().T
@@ -70,13 +74,13 @@ def _check(acc: Accelerator, kind: str, matrix: GroupedMatrix) -> None:
 
 
 def _product(acc: Accelerator, linear: GroupedLinear, x: Tensor) -> Tensor:
-    out = torch.full((len(x), _OUTPUTS), torch.nan, dtype=x.dtype, device=acc.place)
-    acc.run(lambda: linear.apply(x, out))
+    out, room = torch.full((len(x), _OUTPUTS), torch.nan, dtype=x.dtype, device=acc.place), room_of(acc, linear, len(x))
+    acc.run(lambda: linear.apply(x, out, room))
     acc.settle()
     return out
 
 
 def _time_us(setup: CheckSetup, acc: Accelerator, linear: GroupedLinear | DenseLinear, rows: int, size: int) -> float:
     x = acc.random(acc.generator(rows), rows, size)
-    out = torch.empty_like(x)
-    return acc.median_us(lambda: acc.run(lambda: linear.apply(x, out)), setup.effort.replays)
+    out, room = torch.empty_like(x), room_of(acc, linear, rows)
+    return acc.median_us(lambda: acc.run(lambda: linear.apply(x, out, room)), setup.effort.replays)

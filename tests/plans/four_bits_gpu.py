@@ -2,21 +2,19 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from caraserve.gpu.linear.base import JoinedModules, LinearLoader, RoundedRows
+from caraserve.gpu.linear.base import JoinedModules, LinearLoader
 from caraserve.gpu.linear.formats import register
+from caraserve.gpu.linear.room import ProductRoom, RoomSize
 from tests.plans.four_bits import BLOCK, ZERO
 
 
 @dataclass(frozen=True, slots=True)
 class FourBitsLinear:
     """Implements Linear."""
-
-    rounds_inputs: ClassVar[bool] = False
 
     weight: Tensor  # int8 [outputs, inputs / 2]
     scale: Tensor  # float32 [outputs, inputs / 32]
@@ -40,7 +38,10 @@ class FourBitsLinear:
     def kernels(self) -> Hashable:
         return "four-bits"
 
-    def apply(self, x: Tensor, out: Tensor, rounded: RoundedRows | None = None) -> None:
+    def room(self, rows: int, dtype: torch.dtype, *, fills_rows: bool = True) -> RoomSize:
+        return RoomSize()
+
+    def apply(self, x: Tensor, out: Tensor, room: ProductRoom | None = None) -> None:
         torch.mm(x, values(self.weight, self.scale).to(x.dtype).t(), out=out)
         if self.bias is not None:
             out.add_(self.bias)

@@ -229,9 +229,9 @@ class DecoderPass:
 
     def project(self, layer: int, group: int, stream: Stream) -> None:
         """Multiplies a group's rows by the base weights."""
-        linear, rounded = self._weights.layers[layer].linears[group], self._decoder.workspace.rounded
+        linear, room = self._weights.layers[layer].linears[group], self._decoder.workspace.room
         shape = self._shapes[layer][group]
-        self._run(stream, lambda: linear.apply(self._rows.inputs[shape], self._rows.outputs[shape], rounded))
+        self._run(stream, lambda: linear.apply(self._rows.inputs[shape], self._rows.outputs[shape], room))
 
     def begin_lora(self, layer: int, group: int, stream: Stream) -> None:
         """Starts what a group's LoRA computes of its rows beside the base product, if the pass has a side stream."""
@@ -349,7 +349,7 @@ class DecoderPass:
 
         def logits_of_wanted() -> None:
             decoder.norm_last(wanted, outputs.token)  # each token is wanted at most once
-            weights.head.apply(wanted, logits, decoder.workspace.rounded)
+            weights.head.apply(wanted, logits, decoder.workspace.room)
             if self._shape.changes_vocabulary:
                 adapters, products = decoder.batch.adapters, decoder.workspace.products
                 change_logits(logits, wanted, products, outputs.token, adapters, decoder.vocabulary, weights.head_bias)

@@ -64,8 +64,8 @@ def issue_products(decoder: Decoder, rows: int, stream: Stream) -> None:
 
     def issue() -> None:
         for (shape, _), linear in first.items():
-            linear.apply(activations.inputs[shape], activations.outputs[shape], workspace.rounded)
-        weights.head.apply(workspace.wanted[:count], workspace.logits[:count], workspace.rounded)
+            linear.apply(activations.inputs[shape], activations.outputs[shape], workspace.room)
+        weights.head.apply(workspace.wanted[:count], workspace.logits[:count], workspace.room)
 
     decoder.driver.run(stream, issue)
 

@@ -1,4 +1,5 @@
-"""Products with grouped codes (model/formats/grouped.py), and the rows of an embedding that is stored so.
+"""Products with grouped codes (model/formats/grouped.py), matrices of what they stand for, and the rows of an embedding
+that is stored so.
 
 Codes become weights in registers: fp32 and bit for bit those of `values_of`, then rounded to the dtype of the inputs,
 for any number of rows. Sums are fp32. The order of a row's sums depends on the number of rows in the batch, which
@@ -11,7 +12,7 @@ Scales are loaded for units of 16 inputs.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ _UNIT = tl.constexpr(UNIT)
 _SUPER_GROUP = tl.constexpr(SUPER_GROUP)
 _E2M1_BIAS, _E4M3_BIAS = tl.constexpr(2.0**14), tl.constexpr(2.0**8)  # of the float16 that the moved bits make
 _EMBED_UNITS = 8  # of each half that a program dequantises
+_NUMBERS_OUTPUTS, _NUMBERS_UNITS = 8, 8  # that a program dequantises
 _SIGNED_VALUES = tuple(float(code - (code & 128) * 2) for code in range(256))
 _E4M3_VALUES = decoded(np.arange(256, dtype=np.uint8), Code.F8_E4M3)
 
@@ -53,6 +55,12 @@ class GroupedMatrix:
     @property
     def outputs(self) -> int:
         return len(self.codes)
+
+    def rows(self, rows: slice) -> "GroupedMatrix":
+        """Returns a view of some outputs."""
+        by_output = {"codes", "high", "scale", "offset", "scale_above", "offset_above"}
+        arrays = {field.name: getattr(self, field.name) for field in fields(self) if field.name in by_output}
+        return replace(self, **{name: array[rows] for name, array in arrays.items() if array is not None})
 
     @property
     def nbytes(self) -> int:
@@ -223,6 +231,30 @@ def grouped_product_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def grouped_numbers_kernel(  # type: ignore[no-untyped-def]
+    codes, high, scale, offset, scale_above, offset_above, table, order, numbers,
+    outputs, inputs, row_bytes, words, groups, supers,
+    BITS: tl.constexpr, VALUES: tl.constexpr, FIRST: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
+    ROUNDS_TO: tl.constexpr, GROUP: tl.constexpr, HAS_ORDER: tl.constexpr, BN: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """One program dequantises 32 · UNITS inputs of BN outputs."""
+    output, start = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * (2 * UNITS * _UNIT)
+    is_output = output < outputs
+    to = numbers + output.to(tl.int64)[:, None] * inputs
+    for half in tl.static_range(2):
+        column = _input(start, half, BITS, UNITS)
+        inside = column < inputs
+        if HAS_ORDER:
+            column = tl.load(order + column, mask=inside, other=0)
+        weights = dequantised(
+            codes, high, scale, offset, scale_above, offset_above, table, output, is_output, start, half,
+            inputs, row_bytes, words, groups, supers,
+            BITS, VALUES, FIRST, SCALE, OFFSET, ROUNDS_TO, GROUP, UNITS,
+        )  # fmt: skip
+        tl.store(to + column[None, :], weights.to(numbers.dtype.element_ty), mask=is_output[:, None] & inside[None, :])
+
+
+@triton.jit
 def grouped_embed_kernel(  # type: ignore[no-untyped-def]
     codes, high, scale, offset, scale_above, offset_above, table, history, token_slot, token_position, hidden,
     inputs, row_bytes, words, groups, supers, history_stride, hidden_stride,
@@ -258,6 +290,16 @@ def multiply(x: Tensor, weight: GroupedMatrix, out: Tensor, bias: Tensor | None 
         *arrays, weight.codes if weight.order is None else weight.order, x, out, x if bias is None else bias,
         rows, outputs, inputs, *sizes, x.stride(0), out.stride(0),
         **forms, HAS_ORDER=weight.order is not None, HAS_BIAS=bias is not None, UNITS=units, **shape,
+    )  # fmt: skip
+
+
+def dequantise(weight: GroupedMatrix, numbers: Tensor) -> None:
+    """Writes the weights that codes stand for, the inputs in the order of x: [outputs, inputs], contiguous."""
+    arrays, sizes, forms = _arguments(weight)
+    outputs, inputs = numbers.shape
+    grouped_numbers_kernel[(ceil_div(outputs, _NUMBERS_OUTPUTS), ceil_div(inputs, BLOCK * _NUMBERS_UNITS))](
+        *arrays, weight.codes if weight.order is None else weight.order, numbers, outputs, inputs, *sizes,
+        **forms, HAS_ORDER=weight.order is not None, BN=_NUMBERS_OUTPUTS, UNITS=_NUMBERS_UNITS, num_warps=4,
     )  # fmt: skip
 
 

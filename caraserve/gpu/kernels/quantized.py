@@ -1,4 +1,5 @@
-"""Products with quantised weights, whose values are codes of one byte times a scale for each output.
+"""Products with quantised weights, whose values are codes of one byte times a scale for each output; and what torch's
+products of many rows need: codes of inputs, weights as numbers, scales for sums.
 
 Inputs are multiplied as they are, or quantised first, row by row (`round_rows`). Codes become numbers in registers,
 exactly, and sums are fp32; scales are applied to the sums, in fp32, before the result is rounded once. So a result is
@@ -20,27 +21,25 @@ from caraserve.gpu.kernels.capability import FP8_CAPABILITY
 from caraserve.model.dtype import Code
 from caraserve.util.units import ceil_div
 
-_COLUMNS = 1024  # per program of the elementwise kernel
+_COLUMNS, _CODES = 1024, 2048  # per program of the elementwise kernels: 16 codes a thread, one load
 _LEAST_SCALE = tl.constexpr(1e-30)  # of a row of zeros, by which it is divided
 _BIAS = tl.constexpr(256.0)
+_HALF_STEP, _LEAST_POWER = tl.constexpr(2.0**-14), tl.constexpr(2.0**-112)  # whose product is not subnormal
 
 
 @triton.jit
 def round_kernel(  # type: ignore[no-untyped-def]
     x, codes, scales, given, x_stride, width,
-    LARGEST: tl.constexpr, FP8: tl.constexpr, IS_STATIC: tl.constexpr, AS_BITS: tl.constexpr, BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr, FP8: tl.constexpr, IS_STATIC: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program quantises one row; NaN and infinities become NaN. Codes are stored as their values, or as fp8's
-    bits."""
+    """One program quantises one row; NaN and infinities become NaN. `FORM`: what is stored, the "values" of codes, the
+    "bits" of those of fp8, "integers", whose row gets NaN as its scale if it has any, or the "numbers" that the codes
+    stand for."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if IS_STATIC:
-        scale = tl.load(given)
-    else:
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), 0), LARGEST), _LEAST_SCALE)
-        tl.store(scales + row, scale)
+    scale = tl.load(given) if IS_STATIC else tl.maximum(tl.div_rn(tl.max(tl.abs(value), 0), LARGEST), _LEAST_SCALE)
     value = tl.div_rn(value, scale)
     limited = tl.minimum(tl.maximum(value, -LARGEST), LARGEST) + value * 0.0
     step = 1.0  # between codes
@@ -50,14 +49,35 @@ def round_kernel(  # type: ignore[no-untyped-def]
         step = tl.maximum((bits & 0x7F800000).to(tl.float32, bitcast=True), 0.015625) * 0.125
     rounder = step * 12582912.0  # 1.5 · 2^23: to this sum the hardware rounds to multiples of `step`, halves to even
     rounded = (limited + rounder) - rounder
-    if AS_BITS:
+    if FORM == "bits":
         bits = rounded.to(tl.int32, bitcast=True)
         size = tl.abs(rounded)
         code = tl.where(size < 0.015625, (size * 512.0).to(tl.int32), ((bits & 0x7FFFFFFF) >> 20) - 960)
         code = tl.where(rounded == rounded, code, 0x7F) | ((bits >> 24) & 0x80)
         tl.store(codes + row * width + column, code.to(tl.int8), mask=inside)
+    elif FORM == "integers":
+        is_number = rounded == rounded
+        tl.store(codes + row * width + column, tl.where(is_number, rounded, 0.0).to(tl.int8), mask=inside)
+        scale = 1.0 if IS_STATIC else scale
+        scale = tl.where(tl.min(is_number.to(tl.int32), 0) == 1, scale, float("nan"))
     else:
+        rounded = rounded * scale if FORM == "numbers" else rounded
         tl.store(codes + row * width + column, rounded.to(codes.dtype.element_ty), mask=inside)
+    if FORM == "integers" or not IS_STATIC:
+        tl.store(scales + row, scale)
+
+
+@triton.jit
+def halve_kernel(x, halves, scales, x_stride, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program scales one row by the power of two that makes its largest number 2^14 to 2^15."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    bits = tl.max(tl.abs(value), 0).to(tl.int32, bitcast=True) & 0x7F800000
+    scale = tl.maximum(bits.to(tl.float32, bitcast=True), _LEAST_POWER) * _HALF_STEP
+    tl.store(halves + row * width + column, tl.div_rn(value, scale).to(tl.float16), mask=inside)
+    tl.store(scales + row, scale)
 
 
 @triton.jit
@@ -112,34 +132,70 @@ def product_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scale_kernel(  # type: ignore[no-untyped-def]
-    out, scale, x_scale, bias, out_stride, outputs,
+    sums, out, scale, x_scale, bias, sums_stride, out_stride, outputs,
     HAS_X_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program scales BLOCK columns of one row in place and adds the bias."""
+    """One program scales BLOCK columns of one row and adds the bias."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < outputs
-    at = out + row * out_stride + column
-    result = tl.load(at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale + column, mask=inside, other=0.0)
+    total = tl.load(sums + row * sums_stride + column, mask=inside, other=0).to(tl.float32)
+    result = total * tl.load(scale + column, mask=inside, other=0.0)
     if HAS_X_SCALE:
         result *= tl.load(x_scale + row)
     if HAS_BIAS:
         result += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=inside)
 
 
-def round_rows(x: Tensor, codes: Tensor, scales: Tensor, code: Code, given: Tensor | None = None) -> None:
-    """Quantises rows of x, [rows, width], each by the scale of its own largest number, or all by `given`.
+@triton.jit
+def numbers_kernel(  # type: ignore[no-untyped-def]
+    codes, scale, numbers, inputs, FP8: tl.constexpr, HAS_FP8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program dequantises BLOCK inputs of one output."""
+    output, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, at = column < inputs, output.to(tl.int64) * inputs + column
+    factor = tl.load(scale + output)
+    if FP8 and not HAS_FP8:
+        factor *= _BIAS
+    values = _values(tl.load(codes + at, mask=inside, other=0), tl.float32, FP8, HAS_FP8)
+    tl.store(numbers + at, (values * factor).to(numbers.dtype.element_ty), mask=inside)
 
-    codes: [rows, width], contiguous: float8_e4m3fn, or another float type for their values; scales: float32 [rows],
-    written unless `given`; given: float32 [1]. Values beyond the largest code become that; NaN stays.
+
+def round_rows(
+    x: Tensor, codes: Tensor, scales: Tensor, code: Code, given: Tensor | None = None, *, as_numbers: bool = False
+) -> bool:
+    """Quantises rows of x, [rows, width], each by the scale of its own largest number, or all by `given`. Returns
+    whether each row has a scale in `scales`.
+
+    codes: [rows, width], contiguous: float8_e4m3fn, int8, or another float type for their values, or with `as_numbers`
+    for what they stand for; scales: float32 [rows], written unless `given`, but for int8 always; given: float32 [1].
+    Values beyond the largest code become that; NaN stays, in int8 as the row's scale.
     """
     rows, width = x.shape
-    as_bits = codes.dtype is torch.float8_e4m3fn
+    form = {torch.float8_e4m3fn: "bits", torch.int8: "integers"}.get(codes.dtype, "numbers" if as_numbers else "values")
     round_kernel[(rows,)](
-        x, codes.view(torch.int8) if as_bits else codes, scales, scales if given is None else given, x.stride(0), width,
-        LARGEST=code.largest, FP8=code is Code.F8_E4M3, IS_STATIC=given is not None, AS_BITS=as_bits,
-        BLOCK=triton.next_power_of_2(width), num_warps=min(16, max(1, triton.next_power_of_2(width) // 512)),
+        x, codes.view(torch.int8) if form == "bits" else codes, scales, scales if given is None else given,
+        x.stride(0), width,
+        LARGEST=code.largest, FP8=code is Code.F8_E4M3, IS_STATIC=given is not None, FORM=form, **_of_row(width),
     )  # fmt: skip
+    return given is None or form == "integers"
+
+
+def halve_rows(x: Tensor, halves: Tensor, scales: Tensor) -> None:
+    """Divides rows of x, bfloat16 [rows, width], by powers of two, so that they become float16 without loss, but for
+    numbers that are less than 2^-28 of their row's largest.
+
+    halves: float16 [rows, width], contiguous; scales: float32 [rows], these powers. A row that is not finite becomes
+    NaN where it is multiplied by its scale.
+    """
+    rows, width = x.shape
+    halve_kernel[(rows,)](x, halves, scales, x.stride(0), width, **_of_row(width))
+
+
+def _of_row(width: int) -> dict[str, Any]:
+    """Returns the block and launch options of programs that each take a whole row."""
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 
 
 def multiply(
@@ -174,15 +230,27 @@ def product_shape(rows: int, dtype: torch.dtype) -> dict[str, Any]:
         return {"BN": 32, "BM": 16, "BK": 32, "num_warps": 4, "num_stages": 3}
     if rows <= 16:
         return {"BN": 32, "BM": 16, "BK": 256, "num_warps": 4, "num_stages": 4}
-    if rows <= 64:
-        return {"BN": 64, "BM": 32 if rows <= 32 else 64, "BK": 128, "num_warps": 4, "num_stages": 3}
-    return {"BN": 128, "BM": 128, "BK": 64, "num_warps": 8, "num_stages": 3}
+    return {"BN": 64, "BM": 32 if rows <= 32 else 64, "BK": 128, "num_warps": 4, "num_stages": 3}
 
 
-def scale_rows(out: Tensor, scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None) -> None:
-    """Computes `out = out · scale · x_scale + bias` in place, [rows, outputs]; arguments as of `multiply`."""
+def scale_rows(
+    sums: Tensor, out: Tensor, scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None
+) -> None:
+    """Computes `out = sums · scale · x_scale + bias`, [rows, outputs]; arguments as of `multiply`. `sums`: numbers or
+    int32, which may be `out`."""
     rows, outputs = out.shape
     scale_kernel[(rows, ceil_div(outputs, _COLUMNS))](
-        out, scale, scale if x_scale is None else x_scale, scale if bias is None else bias, out.stride(0), outputs,
+        sums, out, scale, scale if x_scale is None else x_scale, scale if bias is None else bias,
+        sums.stride(0), out.stride(0), outputs,
         HAS_X_SCALE=x_scale is not None, HAS_BIAS=bias is not None, BLOCK=_COLUMNS, num_warps=4,
+    )  # fmt: skip
+
+
+def dequantise(codes: Tensor, scale: Tensor, numbers: Tensor, code: Code, capability: int) -> None:
+    """Writes the weights that codes stand for. codes: int8 [outputs, inputs]; scale: float32 [outputs]; numbers:
+    [outputs, inputs]; all contiguous. `capability`: 90 for 9.0."""
+    outputs, inputs = codes.shape
+    numbers_kernel[(outputs, ceil_div(inputs, _CODES))](
+        codes, scale, numbers, inputs,
+        FP8=code is Code.F8_E4M3, HAS_FP8=capability >= FP8_CAPABILITY, BLOCK=_CODES, num_warps=4,
     )  # fmt: skip

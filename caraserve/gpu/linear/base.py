@@ -3,12 +3,13 @@
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise, starmap
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from caraserve.errors import ModelLoadError
+from caraserve.gpu.linear.room import ProductRoom, RoomSize
 from caraserve.model.dtype import Code
 from caraserve.model.formats import Matrix, WeightFormat
 from caraserve.model.linear_plan import LinearPlan, accumulated
@@ -25,23 +26,6 @@ _PIECE_NUMBERS = 1 << 24  # of a matrix, which are drawn, dequantised or packed 
 TORCH_CODES = {Code.F8_E4M3: torch.float8_e4m3fn, Code.I8: torch.int8, Code.U8: torch.uint8}
 
 
-@dataclass(frozen=True, slots=True)
-class RoundedRows:
-    """A lane's memory for quantised inputs of one product."""
-
-    codes: Tensor  # uint8 [rows · widest input · 2]
-    scales: Tensor  # float32 [rows]
-
-    @classmethod
-    def empty(cls, widest: int, rows: int, device: torch.device) -> Self:
-        codes = torch.empty(rows * widest * torch.float16.itemsize, dtype=torch.uint8, device=device)
-        return cls(codes, torch.empty(rows, dtype=torch.float32, device=device))
-
-    def room(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Returns memory for codes, or for their values, [rows, width]."""
-        return self.codes[: rows * width * dtype.itemsize].view(dtype).view(rows, width)
-
-
 class Linear(Protocol):
     """One or more modules that read the same rows, with their outputs side by side."""
 
@@ -50,15 +34,15 @@ class Linear(Protocol):
         """The weights as they are stored, the outputs along the first axis."""
 
     @property
-    def rounds_inputs(self) -> bool:
-        """Whether inputs are quantised, for which `apply` needs `RoundedRows`."""
-
-    @property
     def kernels(self) -> Hashable:
         """What the kernels depend on besides sizes: two linears of equal sizes that agree in it run the same ones."""
 
-    def apply(self, x: Tensor, out: Tensor, rounded: RoundedRows | None = None) -> None:
-        """Computes `out = x weightᵀ + bias`, [rows, …]. Allocates nothing on the device."""
+    def room(self, rows: int, dtype: torch.dtype, *, fills_rows: bool = True) -> RoomSize:
+        """Returns the memory that `apply` needs for any number of rows up to `rows`. `dtype`: of the inputs;
+        `fills_rows`: whether the outputs are whole rows of the tensor that they are part of."""
+
+    def apply(self, x: Tensor, out: Tensor, room: ProductRoom | None = None) -> None:
+        """Computes `out = x weightᵀ + bias`, [rows, …]. Overwrites the room, and allocates nothing on the device."""
 
     def with_bias(self, bias: Tensor) -> "Linear":
         """Returns a linear with the same weights and this bias, [outputs]."""

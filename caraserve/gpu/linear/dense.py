@@ -2,19 +2,17 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from caraserve.gpu.linear.base import JoinedModules, LinearLoader, RoundedRows
+from caraserve.gpu.linear.base import JoinedModules, LinearLoader
+from caraserve.gpu.linear.room import ProductRoom, RoomSize
 
 
 @dataclass(frozen=True, slots=True)
 class DenseLinear:
     """Implements Linear."""
-
-    rounds_inputs: ClassVar[bool] = False
 
     weight: Tensor  # [outputs, inputs]
     bias: Tensor | None  # [outputs]
@@ -39,7 +37,10 @@ class DenseLinear:
     def kernels(self) -> Hashable:
         return self.weight.dtype
 
-    def apply(self, x: Tensor, out: Tensor, rounded: RoundedRows | None = None) -> None:
+    def room(self, rows: int, dtype: torch.dtype, *, fills_rows: bool = True) -> RoomSize:
+        return RoomSize()
+
+    def apply(self, x: Tensor, out: Tensor, room: ProductRoom | None = None) -> None:
         """Computes `out = x weightᵀ + bias`. Adds the bias in a second call: torch.addmm might allocate memory."""
         torch.mm(x, self.transposed, out=out)
         if self.bias is not None:

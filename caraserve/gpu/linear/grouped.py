@@ -5,18 +5,20 @@ there.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from caraserve.errors import ModelLoadError
-from caraserve.gpu.kernels.grouped import BLOCK, UNIT, GroupedMatrix, multiply, values_are
-from caraserve.gpu.linear.base import JoinedModules, Linear, LinearLoader, RoundedRows, row_pieces
+from caraserve.gpu.kernels.grouped import BLOCK, UNIT, GroupedMatrix, dequantise, multiply, values_are
+from caraserve.gpu.linear.base import JoinedModules, Linear, LinearLoader, row_pieces
+from caraserve.gpu.linear.dequantised import is_fused, multiply_dequantised, numbers_room
 from caraserve.gpu.linear.mixed import mixed
+from caraserve.gpu.linear.room import ProductRoom, RoomSize
 from caraserve.model.formats import Array, Matrix, WeightFormat
 from caraserve.model.formats.grouped import SUPER_GROUP, GroupedCodes, Offset, Scale
 from caraserve.model.linear_plan import LinearPlan, Rows
@@ -41,8 +43,6 @@ class GroupedWeights(WeightFormat, Protocol):
 class GroupedLinear:
     """Implements Linear."""
 
-    rounds_inputs: ClassVar[bool] = False
-
     matrix: GroupedMatrix
     bias: Tensor | None  # [outputs]
 
@@ -54,9 +54,19 @@ class GroupedLinear:
     def kernels(self) -> Hashable:
         return self.matrix.kernels
 
-    def apply(self, x: Tensor, out: Tensor, rounded: RoundedRows | None = None) -> None:
+    def room(self, rows: int, dtype: torch.dtype, *, fills_rows: bool = True) -> RoomSize:
+        if is_fused(rows, dtype):
+            return RoomSize()
+        return numbers_room(self.matrix.outputs, self.matrix.inputs, dtype)
+
+    def apply(self, x: Tensor, out: Tensor, room: ProductRoom | None = None) -> None:
         """Computes `out = x weightᵀ + bias`, [rows, …]."""
-        multiply(x, self.matrix, out, self.bias)
+        if is_fused(len(x), x.dtype):
+            multiply(x, self.matrix, out, self.bias)
+        else:
+            multiply_dequantised(
+                x, out, room, self.bias, lambda outputs, numbers: dequantise(self.matrix.rows(outputs), numbers)
+            )
 
     def with_bias(self, bias: Tensor) -> "GroupedLinear":
         return replace(self, bias=bias)
@@ -109,7 +119,7 @@ def load_matrices(loader: LinearLoader, stored: GroupedWeights, linears: Sequenc
         group = _group(module, stored.kind, matrix.group, inputs)
         target, first = _empty(stored.kind, group, inputs, outputs, matrix, loader), 0
         for matrix, rows in chosen:
-            _fill(_part(target, slice(first, first + len(rows))), matrix, rows)
+            _fill(target.rows(slice(first, first + len(rows))), matrix, rows)
             first += len(rows)
         made.append(target)
     return made
@@ -165,13 +175,6 @@ def _empty(
         torch.tensor(kind.values, device=loader.device) if values_are(kind) == "table" else None,
         None if order is None else torch.tensor(order, dtype=torch.int32, device=loader.device),
     )
-
-
-def _part(matrix: GroupedMatrix, rows: slice) -> GroupedMatrix:
-    """Returns a view of some outputs."""
-    by_output = {"codes", "high", "scale", "offset", "scale_above", "offset_above"}
-    arrays = {field.name: getattr(matrix, field.name) for field in fields(matrix) if field.name in by_output}
-    return replace(matrix, **{name: array[rows] for name, array in arrays.items() if array is not None})
 
 
 def _fill(target: GroupedMatrix, matrix: Matrix, rows: Rows) -> None:

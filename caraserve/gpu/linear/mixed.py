@@ -4,16 +4,17 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, starmap
 
+import torch
 from torch import Tensor
 
-from caraserve.gpu.linear.base import Linear, RoundedRows
+from caraserve.gpu.linear.base import Linear
+from caraserve.gpu.linear.room import ProductRoom, RoomSize
 from caraserve.model.linear_plan import accumulated
 
 
 @dataclass(frozen=True, slots=True)
 class MixedLinear:
-    """Implements Linear for modules of several formats: linears, and the columns of their outputs. torch's product of
-    fp8 needs a contiguous result, so such linears have ours for any number of rows."""
+    """Implements Linear for modules of several formats: linears, and the columns of their outputs."""
 
     parts: tuple[tuple[Linear, slice], ...]
 
@@ -22,16 +23,15 @@ class MixedLinear:
         raise AssertionError("weights of several formats are several tensors")
 
     @property
-    def rounds_inputs(self) -> bool:
-        return any(linear.rounds_inputs for linear, _ in self.parts)
-
-    @property
     def kernels(self) -> Hashable:
         return tuple((linear.kernels, columns.start, columns.stop) for linear, columns in self.parts)
 
-    def apply(self, x: Tensor, out: Tensor, rounded: RoundedRows | None = None) -> None:
+    def room(self, rows: int, dtype: torch.dtype, *, fills_rows: bool = True) -> RoomSize:
+        return RoomSize.for_all(linear.room(rows, dtype, fills_rows=False) for linear, _ in self.parts)
+
+    def apply(self, x: Tensor, out: Tensor, room: ProductRoom | None = None) -> None:
         for linear, columns in self.parts:
-            linear.apply(x, out[:, columns], rounded)
+            linear.apply(x, out[:, columns], room)
 
     def with_bias(self, bias: Tensor) -> "MixedLinear":
         return MixedLinear(tuple((linear.with_bias(bias[columns]), columns) for linear, columns in self.parts))

@@ -11,7 +11,7 @@ from caraserve.core.lora_layout import MAX_RANK
 from caraserve.gpu.attention.base import DecodeAttention, Scratch
 from caraserve.gpu.kernels.bgmv_work import PLANES
 from caraserve.gpu.kernels.experts import ExpertRoom
-from caraserve.gpu.linear.base import RoundedRows
+from caraserve.gpu.linear.room import ProductRoom, RoomSize
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape
 from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import align_up
@@ -78,7 +78,7 @@ class Workspace:
     embeddings: Tensor  # [rows, hidden], or [tokens, hidden]
     weights: Tensor  # float32 [blocks, vocab], for sampling
     counts: Tensor  # int32 [blocks, vocab], zero between launches
-    rounded: RoundedRows | None  # if the weights need it
+    room: ProductRoom  # of products
     experts: ExpertRoom | None  # if layers have any
     mixed: Tensor | None  # [tokens, channels], what convolutions of delta nets write, if layers have any
 
@@ -102,11 +102,10 @@ def make_workspace(
     max_context: int,
     device: torch.device,
     attention: DecodeAttention[Any],
-    *,
-    rounds_inputs: bool = False,
+    room: RoomSize = RoomSize(),  # noqa: B008  frozen
 ) -> Workspace:
     """Allocates a lane's workspace. `max_rank`: the largest of any adapter; 0 if no adapter is ever served.
-    `rounds_inputs`: that of the weights."""
+    `room`: what products of so many rows need besides."""
 
     def rows(count: int, width: int) -> Tensor:
         return torch.zeros((count, width), dtype=dtype, device=device)
@@ -128,7 +127,7 @@ def make_workspace(
         rows(capacity.embedded, plan.hidden),
         torch.zeros((blocks, plan.vocab_size), dtype=torch.float32, device=device),
         torch.zeros((blocks, plan.vocab_size), dtype=torch.int32, device=device),
-        RoundedRows.empty(max(plan.widest_input, plan.hidden), capacity.tokens, device) if rounds_inputs else None,
+        ProductRoom.empty(room, capacity.tokens, device),
         _expert_room(plan, capacity.tokens, dtype, device),
         rows(capacity.tokens, max(net.channels for net in plan.delta_nets.values())) if plan.delta_nets else None,
     )

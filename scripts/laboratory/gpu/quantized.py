@@ -1,17 +1,18 @@
 """Stage `quantized`: times products with quantised weights beside those of bf16."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from caraserve.gpu.kernels.capability import compute_capability
-from caraserve.gpu.linear.base import TORCH_CODES, Linear, RoundedRows
+from caraserve.gpu.linear.base import TORCH_CODES, Linear
 from caraserve.gpu.linear.dense import DenseLinear
 from caraserve.gpu.linear.fp8 import Fp8Linear
 from caraserve.gpu.linear.int8 import Int8Linear
 from caraserve.gpu.linear.quantized import QuantizedLinear
+from caraserve.gpu.linear.room import ProductRoom
 from caraserve.model.dtype import Code
 from caraserve.model.formats.fp8 import Fp8
 from caraserve.model.formats.int8 import Int8
@@ -53,13 +54,28 @@ def random_linear(
     )
 
 
-def rounded_rows(acc: Accelerator, rows: int, inputs: int) -> RoundedRows:
-    """Returns memory for the quantised inputs of a product, full of NaN."""
-    codes = torch.full((rows * inputs * 2,), 0xFF, dtype=torch.uint8, device=acc.place)
-    return RoundedRows(codes, torch.full((rows,), torch.nan, device=acc.place))
+def room_of(acc: Accelerator, linear: Linear, rows: int) -> ProductRoom:
+    """Returns memory for a linear's products, full of NaN."""
+    room = ProductRoom.empty(linear.room(rows, acc.torch_dtype), rows, acc.place)
+    for memory in (room.inputs, room.scales, room.matrix):
+        memory.view(torch.uint8).fill_(0xFF)
+    return room
 
 
-_BASE, _OURS, _TORCHS = "bf16", "fp8, inputs per token", "the same by torch"
+class RowScaled(Fp8Linear):
+    """Multiplies codes with scales of rows and outputs by torch: faster than with a kernel of ours behind, perhaps, and
+    where torch takes cuBLASLt for it."""
+
+    def multiply_codes(self, x: Tensor, out: Tensor, room: ProductRoom | None) -> None:
+        codes, row_scale = self.rounded(x, room, torch.float8_e4m3fn)
+        assert row_scale is not None
+        scales = row_scale[:, None], self.scale[None]
+        torch._scaled_mm(codes, self.weight.t(), *scales, out_dtype=out.dtype, out=out)
+
+
+_BASE, _OURS, _TORCHS, _ROW_SCALED = (
+    *("bf16", "fp8, inputs per token", "the same by torch", "the same by torch with scales of rows"),
+)
 _FEW_TARGET, _MANY_TARGET = 0.65, 0.75  # of bf16's time, with the fewest and the most rows
 _ALL_ROWS = 1 << 30
 
@@ -87,9 +103,7 @@ def quantized(setup: CheckSetup) -> StageResult[QuantizedFigures]:
     outputs, inputs = 2 * setup.effort.shape.intermediate, setup.effort.shape.hidden
     ways = dict(_ways(acc, outputs, inputs))
     for rows in setup.effort.product_rows:
-        x, room = acc.random(acc.generator(rows), rows, inputs), rounded_rows(acc, rows, inputs)
-        out = torch.empty((rows, outputs), dtype=acc.torch_dtype, device=acc.place)
-        us = {way: _time_us(setup, acc, linear, x, out, room) for way, linear in ways.items()}
+        us = _times_us(setup, acc, {way: linear for way, (linear, least) in ways.items() if rows >= least}, rows, lines)
         points.append(ProductPoint(rows, us))
         lines.add(f"gate and up, {rows} rows: µs", ", ".join(f"{way} {took:.0f}" for way, took in us.items()))
         best = min(us[_OURS], us.get(_TORCHS, us[_OURS])) / us[_BASE]
@@ -99,19 +113,49 @@ def quantized(setup: CheckSetup) -> StageResult[QuantizedFigures]:
     return StageResult(QuantizedFigures(outputs, inputs, tuple(points)), lines.all)
 
 
-def _time_us(setup: CheckSetup, acc: Accelerator, linear: Linear, x: Tensor, out: Tensor, room: RoundedRows) -> float:
-    return acc.median_us(lambda: acc.run(lambda: linear.apply(x, out, room)), setup.effort.replays)
+def _times_us(
+    setup: CheckSetup, acc: Accelerator, ways: Mapping[str, Linear], rows: int, lines: Lines
+) -> dict[str, float]:
+    """Returns the times of those ways that can be captured."""
+    first = next(iter(ways.values()))
+    x = acc.random(acc.generator(rows), rows, first.weight.shape[1])
+    out, us = torch.empty((rows, len(first.weight)), dtype=acc.torch_dtype, device=acc.place), {}
+    for way, linear in ways.items():
+        room = room_of(acc, linear, rows)
+
+        def multiply(linear: Linear = linear, room: ProductRoom = room) -> None:
+            acc.run(lambda: linear.apply(x, out, room))
+
+        try:
+            us[way] = acc.median_us(multiply, setup.effort.replays)
+        except RuntimeError as error:  # torch's, and those of a capture
+            if way != _ROW_SCALED:
+                raise
+            lines.add(f"{way}, {rows} rows", f"not here: {' '.join(str(error).split())[:200]}")
+    return us
 
 
-def _ways(acc: Accelerator, outputs: int, inputs: int) -> Iterator[tuple[str, Linear]]:
+def _ways(acc: Accelerator, outputs: int, inputs: int) -> Iterator[tuple[str, tuple[Linear, int]]]:
+    """Yields each way's name, linear and fewest rows. Ours are for all rows, torch's products of codes and those of
+    dequantised weights for as few as they may have."""
     generator = acc.generator(0)
-    yield _BASE, DenseLinear.of(acc.random(generator, outputs, inputs), None)
+    yield _BASE, (DenseLinear.of(acc.random(generator, outputs, inputs), None), 1)
     fp8 = random_linear(acc, generator, outputs, inputs, Code.F8_E4M3, Inputs.PER_TOKEN)
-    assert isinstance(fp8, Fp8Linear)
-    yield _OURS, replace(fp8, fused_rows=_ALL_ROWS)
-    if fp8.inputs is not Inputs.KEPT:  # torch multiplies two fp8 matrices
-        yield _TORCHS, replace(fp8, fused_rows=0)
-    yield "fp8 weights", replace(fp8, inputs=Inputs.KEPT)
     int8 = random_linear(acc, generator, outputs, inputs, Code.I8, Inputs.PER_TOKEN)
-    yield "int8, inputs per token", int8
-    yield "int8 weights", replace(int8, inputs=Inputs.KEPT)
+    yield _OURS, (_without_torch(fp8, _ALL_ROWS), 1)
+    if fp8.inputs is not Inputs.KEPT:  # torch multiplies two fp8 matrices
+        by_torch = replace(fp8, torch_rows=1)
+        yield _TORCHS, (by_torch, 1)
+        yield _ROW_SCALED, (RowScaled(*(getattr(by_torch, field.name) for field in fields(by_torch))), 1)
+    yield "int8, inputs per token", (_without_torch(int8, _ALL_ROWS), 1)
+    yield "int8 by torch", (int8, int8.torch_rows)
+    yield "int8, weights dequantised", (_without_torch(int8, 0), 1)
+    for name, linear in (("fp8", fp8), ("int8", int8)):
+        kept = replace(linear, inputs=Inputs.KEPT)
+        yield f"{name} weights", (_without_torch(kept, _ALL_ROWS), 1)
+        yield f"{name} weights, dequantised", (_without_torch(kept, 0), 1)
+
+
+def _without_torch(linear: QuantizedLinear, fused_rows: int) -> QuantizedLinear:
+    """Returns a linear whose codes torch never multiplies."""
+    return replace(linear, torch_rows=_ALL_ROWS, fused_rows=fused_rows)

@@ -48,7 +48,8 @@ KERNELS = {  # all that are launched from Python
 } - {"cap_kernel"}  # of models whose logits are scaled or capped
 OF_SOME = {  # those of models with quantised weights, experts or delta nets
     "quantised in part": {"round_kernel", "product_kernel", "scale_kernel"},
-    "int8 weights": {"product_kernel"},
+    "int8 inputs": {"round_kernel", "product_kernel", "scale_kernel"},
+    "fp8 weights": {"halve_kernel", "product_kernel", "numbers_kernel"},
     "experts": {"route_kernel", "sort_kernel", "expert_kernel", "sum_kernel"},
     "delta nets": {"convolve_kernel", "recur_kernel", "gate_heads_kernel"},
 }
@@ -65,7 +66,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "head norms": {"model_type": "qwen3", "head_dim": 32},
     "biases and windows": QWEN2,
     "quantised in part": {"model_type": "llama", "attention_bias": True, "quantization_config": PARTLY},
-    "int8 weights": {"model_type": "llama", "quantization_config": compressed("int", None)},
+    "int8 inputs": {"model_type": "llama", "quantization_config": compressed("int", PER_TOKEN)},
+    "fp8 weights": {"model_type": "llama", "quantization_config": compressed("float", None)},
 }
 
 
@@ -108,8 +110,9 @@ def met(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
         return launch
 
     monkeypatch.setattr(JITFunction, "__getitem__", record)
-    monkeypatch.setattr(DenseLinear, "apply", lambda linear, x, out, rounded=None: None)
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *arguments, **named: None)
+    monkeypatch.setattr(DenseLinear, "apply", lambda linear, x, out, room=None: None)
+    for product in ("_scaled_mm", "_int_mm"):
+        monkeypatch.setattr(torch, product, lambda *arguments, **named: None)
     monkeypatch.setattr(workspace, "_SCRATCH_BYTES", 1 << 20)  # so that many rows are decoded in several launches
     return keys
 
@@ -173,7 +176,7 @@ def test_a_tables_alignment_does_not_change_with_the_layer(met: set[tuple[str, s
 def test_products_of_all_sizes_are_computed_before_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     multiplied: set[tuple[int, tuple[int, ...]]] = set()
 
-    def record(linear: DenseLinear, x: Tensor, out: Tensor, rounded: None = None) -> None:
+    def record(linear: DenseLinear, x: Tensor, out: Tensor, room: object = None) -> None:
         multiplied.add((len(x), tuple(linear.weight.shape)))
 
     monkeypatch.setattr(DenseLinear, "apply", record)

@@ -22,12 +22,13 @@ from caraserve.gpu.kernels.delta_net import DeltaNetState, DeltaNetWeights, appl
 from caraserve.gpu.kernels.elementwise import activate, cap_logits, embed, multiply_by_gate
 from caraserve.gpu.kernels.experts import ExpertRoom, ExpertWeights, Routing, apply_experts
 from caraserve.gpu.kernels.grouped import GroupedMatrix, embed_grouped
+from caraserve.gpu.kernels.grouped import dequantise as dequantise_grouped
 from caraserve.gpu.kernels.grouped import multiply as multiply_grouped
 from caraserve.gpu.kernels.heads import Heads, RopeTables, rotate_and_append
 from caraserve.gpu.kernels.lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
 from caraserve.gpu.kernels.norms import NormWeights, add_and_norm
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
-from caraserve.gpu.kernels.quantized import multiply, round_rows, scale_rows
+from caraserve.gpu.kernels.quantized import dequantise, halve_rows, multiply, round_rows, scale_rows
 from caraserve.gpu.kernels.vocabulary import change_embeddings, change_logits
 from caraserve.gpu.linear.base import LinearLoader
 from caraserve.gpu.linear.grouped import load_matrices
@@ -153,11 +154,12 @@ def launch_vocabulary(dtype: torch.dtype, *, all_forms: bool) -> None:
 
 
 def launch_product(rows: int, code: Code, capability: int, *, rounded: bool) -> None:
-    """Launches a product of bf16 inputs, or of quantised ones."""
+    """Launches a product of 16-bit inputs, or of quantised ones, as a linear gives them."""
     weight, scale = empty(HIDDEN, HIDDEN, dtype=torch.int8), empty(HIDDEN, dtype=torch.float32)
     out, x_scale = empty(rows, HIDDEN, dtype=torch.bfloat16), empty(rows, dtype=torch.float32)
-    x = empty(rows, HIDDEN, dtype=torch.float16 if rounded else torch.bfloat16)
-    multiply(x, weight, out, scale, code, capability, x_scale if rounded else None, out[0])
+    is_scaled = rounded or code is Code.F8_E4M3
+    x = empty(rows, HIDDEN, dtype=torch.bfloat16 if code is Code.I8 else torch.float16)
+    multiply(x, weight, out, scale, code, capability, x_scale if is_scaled else None, out[0])
 
 
 def launch_experts(dtype: torch.dtype, rows: int) -> None:
@@ -294,7 +296,7 @@ def test_lora_and_layers_do_not_spill_on_the_newest_gpus(launches: list[Launch])
 def test_products_with_quantised_weights_fit_and_do_not_spill(
     launches: list[Launch], capability: int, code: Code, rounded: bool
 ) -> None:
-    for rows in (16, 200):
+    for rows in (16, 100):
         launch_product(rows, code, capability, rounded=rounded)
     compiled = [launch.compile(capability) for launch in launches]
     for product in compiled:
@@ -309,7 +311,7 @@ def test_products_with_quantised_weights_fit_and_do_not_spill(
     assert {86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability] in many
 
 
-@pytest.mark.parametrize(("capability", "kind", "rows"), [(86, "Q6_K", 16), (90, "Q4_K", 200), (100, "nf4", 64)])
+@pytest.mark.parametrize(("capability", "kind", "rows"), [(86, "Q6_K", 16), (90, "Q4_K", 100), (100, "nf4", 64)])
 def test_products_with_grouped_codes_fit_and_do_not_spill(
     launches: list[Launch], capability: int, kind: str, rows: int
 ) -> None:
@@ -317,6 +319,8 @@ def test_products_with_grouped_codes_fit_and_do_not_spill(
     if capability == 86:
         tokens = TokenTables(empty(TOKENS), empty(TOKENS))
         embed_grouped(empty(SLOTS, 2049), weight, tokens, empty(TOKENS, HIDDEN, dtype=torch.bfloat16))
+    if capability == 90:
+        dequantise_grouped(weight, empty(HIDDEN, HIDDEN, dtype=torch.bfloat16))
     ptx = check(launches, capability)["grouped_product_kernel"].asm["ptx"]
     assert {86: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability] in ptx
     # Codes of the next tile are on their way, 16 bytes at a time, while this one's are multiplied.
@@ -334,13 +338,22 @@ def launch_grouped(kind: str, rows: int) -> GroupedMatrix:
     return weight
 
 
-def test_rounding_and_scaling_fit_and_do_not_spill(launches: list[Launch]) -> None:
+def test_rounding_scaling_and_dequantising_fit_and_do_not_spill(launches: list[Launch]) -> None:
     x, scales = empty(TOKENS, INNER, dtype=torch.bfloat16), empty(TOKENS, dtype=torch.float32)
     round_rows(x, empty(TOKENS, INNER, dtype=torch.float8_e4m3fn), scales, Code.F8_E4M3)
-    round_rows(x, empty(TOKENS, INNER, dtype=torch.float16), scales, Code.I8, scales[:1])
-    scale_rows(x, empty(INNER, dtype=torch.float32), scales, empty(INNER, dtype=torch.bfloat16))
+    round_rows(x, empty(TOKENS, INNER, dtype=torch.int8), scales, Code.I8, scales[:1])
+    round_rows(x, x, scales, Code.I8, as_numbers=True)
+    halve_rows(x, x.to(torch.float16), scales)
+    scale_rows(empty(TOKENS, INNER), x, empty(INNER, dtype=torch.float32), scales, empty(INNER, dtype=torch.bfloat16))
     check(launches, 90)
-    for launch in launches[:2]:  # a quotient decides which code is the nearest; Triton's `/` is off in the last bit
+    for code, capability in ((Code.I8, 80), (Code.F8_E4M3, 86), (Code.F8_E4M3, 90)):
+        dequantise(
+            empty(INNER, HIDDEN, dtype=torch.int8), floats(INNER), empty(INNER, HIDDEN, dtype=x.dtype), code, capability
+        )
+        product = check(launches[-1:], capability)["numbers_kernel"].asm["ptx"]
+        assert re.search(r"ld\.global(?:\.\w+)*\.v4\.b32", product)  # codes
+        assert re.search(r"st\.global(?:\.\w+)*\.v4\.b32", product)
+    for launch in launches[:4]:  # a quotient decides which code is the nearest; Triton's `/` is off in the last bit
         quotients = re.findall(r"\b(?:div|rcp)\.[\w.]+", launch.compile(90).asm["ptx"])
         assert {quotient.replace(".ftz", "") for quotient in quotients} == {"div.rn.f32"}
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from caraserve.gpu.kernels.elementwise import embed
-from caraserve.gpu.kernels.grouped import GroupedMatrix, embed_grouped, multiply
+from caraserve.gpu.kernels.grouped import GroupedMatrix, dequantise, embed_grouped, multiply
 from caraserve.gpu.kernels.paged_cache import TokenTables
 from caraserve.gpu.linear.base import LinearLoader
 from caraserve.gpu.linear.grouped import load_matrices
@@ -50,6 +50,12 @@ def product(x: Tensor, weight: GroupedMatrix, bias: Tensor | None = None) -> Ten
     return out[:, : weight.outputs]
 
 
+def numbers_of(weight: GroupedMatrix, dtype: torch.dtype) -> Tensor:
+    numbers = torch.full((weight.outputs, weight.inputs), torch.nan, dtype=dtype, device=DEVICE)
+    dequantise(weight, numbers)
+    return numbers
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_weight_is_that_of_the_reference_bit_by_bit(kind: str) -> None:
     """Rows of one 1 and zeros pick out weights, which 16 bits round once, whatever the number of rows."""
@@ -57,6 +63,8 @@ def test_every_weight_is_that_of_the_reference_bit_by_bit(kind: str) -> None:
     for rows, dtype in ((64, F32), (7, F16), (64, BF16)):
         chosen = torch.eye(INPUTS, device=DEVICE)[rows // 2 :: INPUTS // rows][:rows]
         assert torch.equal(product(chosen.to(dtype), weight), (chosen @ values.T).to(dtype))
+    for dtype in (F32, BF16):
+        assert torch.equal(numbers_of(weight, dtype), values.to(dtype))
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64])
@@ -73,6 +81,8 @@ def test_products_are_those_of_the_numbers(kind: str, rows: int) -> None:
 @pytest.mark.parametrize(("kind", "inputs"), [("Q4_0", 96), ("Q5_1", 96), ("NVFP4", 80), ("w8", 112), ("GPTQ", 272)])
 def test_inputs_need_not_fill_a_tile_or_a_group(kind: str, inputs: int) -> None:
     weight, values = on_device(kind, 40, inputs)  # more than a tile of outputs
+    assert torch.equal(numbers_of(weight, F32), values)
+    assert torch.equal(numbers_of(weight.rows(slice(3, 14)), F32), values[3:14])
     for rows, dtype in ((2, F32), (17, F16), (70, F16)):
         x = random(rows, inputs, dtype=dtype)
         tolerance = 2e-5 if dtype is F32 else 4e-3
@@ -85,6 +95,7 @@ def test_inputs_are_gathered_if_columns_are_in_another_order(kind: str) -> None:
     weight, values = on_device(kind, order=1)
     ones = torch.eye(INPUTS, device=DEVICE)[::5]
     assert torch.equal(product(ones, weight), ones @ values.T)
+    assert torch.equal(numbers_of(weight, F32), values)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q5_K", "Q6_K", "NVFP4", "IQ4_NL"])

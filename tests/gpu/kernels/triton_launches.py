@@ -26,6 +26,7 @@ from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.forward.batch import make_batch
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
+from caraserve.gpu.forward.warm_up import issue_products
 from caraserve.gpu.kernels import experts
 from caraserve.gpu.linear import quantized
 from caraserve.gpu.memory.adapter_tables import AdapterTables
@@ -37,7 +38,7 @@ from caraserve.model.formats import WeightFormat
 from caraserve.model.plan import DecoderPlan
 from scripts.laboratory.gpu.null_device import null_device
 
-TOKENS, SLOTS = 64, 48
+TOKENS, FEW, MANY, SLOTS = 64, 16, 256, 48
 TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -113,15 +114,19 @@ def recording(patch: pytest.MonkeyPatch) -> list[Launch]:
 def launches_of(
     config: Mapping[str, Any], dtype: torch.dtype, capability: int, form: WeightFormat | None = None
 ) -> list[Launch]:
-    """Returns the distinct launches of a pass over decoding rows and prompts, and of the LoRA of q, k and v beside CPU
-    workers, on a device of this compute capability. `config`: of a model, without its layers. `form`: of all weights,
-    instead of that in the configuration."""
+    """Returns the distinct launches of a pass over decoding rows and prompts, of products of few and many rows, and of
+    the LoRA of q, k and v beside CPU workers, on a device of this compute capability. `config`: of a model, without its
+    layers. `form`: of all weights, instead of that in the configuration."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (triton_attention, experts, quantized):
             patch.setattr(module, "compute_capability", lambda device: capability)
+        for product in ("_scaled_mm", "_int_mm"):  # which torch does not run without memory
+            patch.setattr(torch, product, lambda *arguments, **named: None)
         recorded = recording(patch)
         decoder, base = decoder_of(config, dtype, form), PassShape(TOKENS, 7, 3, 9, 0, False, 2048, frozenset({0}))
         issue_pass(decoder.make_pass(base), Stream(0), len(decoder.plan.layers))
+        for rows in (FEW, MANY):
+            issue_products(decoder, rows, Stream(0))
         gate = torch.empty(1, dtype=torch.int32, device="meta")
         decoder.lora.pass_over(replace(base, segments=4)).add(0, 0, Stream(0), gate)
     return list({launch.identity: launch for launch in recorded}.values())
@@ -142,12 +147,10 @@ def decoder_over(plan: DecoderPlan, dtype: torch.dtype, device: GpuDevice) -> De
     loaded = weights.load(plan, dtype, 2048, place, lambda name, target: None)
     delta_nets = make_delta_nets(plan, dtype, place, SLOTS)
     state = make_state(plan, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=place), SLOTS, 2048, delta_nets)
-    capacity = Capacity(
-        TOKENS, SLOTS, TOKENS, ATTENTION.prefill.tile_tokens(dtype, next(plan.attentions).head_dim), SLOTS
-    )
+    capacity = Capacity(MANY, SLOTS, MANY, ATTENTION.prefill.tile_tokens(dtype, next(plan.attentions).head_dim), SLOTS)
     parts = make_batch(plan, capacity, 64, place), AdapterTables(plan, SLOTS, place)
-    rounds = loaded.rounds_inputs
-    workspace = make_workspace(plan, dtype, capacity, 64, 2048, place, ATTENTION.decode, rounds_inputs=rounds)
+    room = loaded.room(capacity.tokens)
+    workspace = make_workspace(plan, dtype, capacity, 64, 2048, place, ATTENTION.decode, room)
     return Decoder(plan, loaded, state, *parts, workspace, device, ATTENTION)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from caraserve.gpu.kernels.quantized import multiply, round_rows, scale_rows
+from caraserve.gpu.kernels.quantized import dequantise, halve_rows, multiply, round_rows, scale_rows
 from caraserve.model.dtype import Code
 from tests.gpu.honest_dots import honest_dots
 from tests.gpu_device.nearest_codes import nearest_codes
@@ -40,20 +40,27 @@ def test_rows_are_rounded_to_the_nearest_codes_by_their_own_scales(width: int, d
     wanted, wanted_scales = nearest_codes(x, code)
     assert torch.equal(scales, wanted_scales)
     assert torch.equal(values.float(), wanted)
-    if code is Code.F8_E4M3:
-        bits = torch.empty(5, width, dtype=torch.float8_e4m3fn, device=DEVICE)
-        round_rows(x, bits, scales, code)
-        assert torch.equal(bits.float(), values.float())
+    codes = torch.empty(5, width, dtype=TORCH_CODES[code], device=DEVICE)
+    numbers = torch.empty(5, width, device=DEVICE)
+    assert round_rows(x, codes, scales, code)
+    assert torch.equal(codes.float(), values.float())
+    round_rows(x, numbers, scales, code, as_numbers=True)
+    assert torch.equal(numbers, values * scales[:, None])
 
 
 @pytest.mark.parametrize("code", TORCH_CODES)
 def test_a_given_scale_serves_all_rows_and_what_exceeds_it_becomes_the_largest_code(code: Code) -> None:
     x, given = hard_rows(100, torch.bfloat16), torch.tensor([0.003], device=DEVICE)
     values, scales = torch.empty(5, 100, dtype=torch.float16, device=DEVICE), torch.full((5,), 7.0, device=DEVICE)
-    round_rows(x, values, scales, code, given)
+    assert not round_rows(x, values, scales, code, given)
     assert torch.equal(values.float(), nearest_codes(x, code, given)[0])
     assert values.max() == code.largest
     assert torch.all(scales == 7.0)
+    if code is Code.I8:
+        integers = torch.empty(5, 100, dtype=torch.int8, device=DEVICE)
+        assert round_rows(x, integers, scales, code, given)
+        assert torch.equal(integers.float(), values.float())
+        assert torch.all(scales == 1.0)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the interpreter
@@ -68,6 +75,9 @@ def test_what_is_not_finite_is_not_hidden(bad: float, given: float | None) -> No
         round_rows(x, values, scales, Code.F8_E4M3, static)
         assert bool(values[1, 3].isnan())
         assert bool(values[0].float().isfinite().all())
+    integers = torch.empty(2, 40, dtype=torch.int8, device=DEVICE)
+    assert round_rows(x, integers, scales, Code.I8, static)
+    assert scales.isnan().tolist() == [False, True]
 
 
 @pytest.mark.parametrize("code", TORCH_CODES)
@@ -119,8 +129,40 @@ def test_a_rows_sums_do_not_depend_on_the_other_rows() -> None:
 def test_scale_rows(dtype: torch.dtype, tolerance: float) -> None:
     out, scale, x_scale, bias = random(3, 1500, dtype=dtype), random(1500), random(3), random(1500, dtype=dtype)
     wanted = out.double() * scale.double() * x_scale.double()[:, None] + bias.double()
-    scale_rows(out, scale, x_scale, bias)
+    scale_rows(out, out, scale, x_scale, bias)
     torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
-    wanted = out.double() * scale.double()
-    scale_rows(out, scale)
-    torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
+    sums = (random(3, 40) * 1e6).to(torch.int32)
+    scale_rows(sums, out[:, :40], scale[:40] * 1e-6)
+    torch.testing.assert_close(out[:, :40].double(), sums * scale[:40].double() * 1e-6, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out[:, 40:].double(), wanted[:, 40:], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the interpreter
+def test_rows_become_float16_by_powers_of_two_without_loss() -> None:
+    """But for numbers far below the largest of their row. What is not finite is not hidden."""
+    x = hard_rows(700, torch.bfloat16)
+    x[0] *= 1e30
+    x[1] *= 1e-30
+    x[2, 5] = torch.inf
+    wide = torch.empty(5, 708, dtype=torch.bfloat16, device=DEVICE)
+    wide[:, :700] = x
+    halves, scales = torch.empty(5, 700, dtype=torch.float16, device=DEVICE), torch.empty(5, device=DEVICE)
+    halve_rows(wide[:, :700], halves, scales)
+    assert bool((halves[2].float() * scales[2]).isnan().all())
+    for row, scale, was in zip(halves.double(), scales.double(), x.double(), strict=True):
+        if bool(was.isfinite().all()):
+            assert float(scale.log2()) % 1 == 0
+            assert float((row * scale - was).abs().max()) <= float(was.abs().max()) * 2.0**-39
+            assert was.abs().max() == 0 or 2**14 <= float(row.abs().max()) < 2**15
+
+
+@pytest.mark.parametrize("code", TORCH_CODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_become_numbers_as_the_reference_has_them(dtype: torch.dtype, code: Code) -> None:
+    """Also where the GPU has no instructions for fp8."""
+    values, scale = nearest_codes(random(6, 2100), code)
+    codes = values.to(TORCH_CODES[code])
+    for capability in (80, 90):
+        numbers = torch.empty(6, 2100, dtype=dtype, device=DEVICE)
+        dequantise(codes.view(torch.int8), scale, numbers, code, capability)
+        assert torch.equal(numbers, (values * scale[:, None]).to(dtype))
