@@ -10,10 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import triton
-from numpy.typing import NDArray
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES, LoraConfig
 from caraserve.core.batch import Batch
@@ -24,7 +22,7 @@ from caraserve.gpu import builder
 from caraserve.gpu.driver.api import DriverError, Graph, Stream
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.forward.lanes import CapturedPass
-from caraserve.gpu.kernels.bgmv_work import GROUP_RANK, WorkItems
+from caraserve.gpu.kernels.bgmv_work import AdapterItems
 from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.loop import Engine
 from tests.gpu.answers import CONTEXT, Asked, check, run_server
@@ -282,15 +280,14 @@ def test_the_padded_baseline_answers_like_peft_at_the_largest_rank_of_each_batch
 
     def watch(host: Host) -> None:
         images = host.parts.images
-        work_items = images.work_items
+        items_of = images.items_of
 
-        def watching(slots: NDArray[np.int32]) -> list[WorkItems]:
-            made = work_items(slots)
-            largest = max(images.bound[slot].adapter.spec.rank for slot in set(slots.tolist()) - {0})
-            computed.extend((int(items.groups[0, GROUP_RANK]), largest) for items in made)
-            return made
+        def watching(slots: Sequence[int]) -> tuple[list[tuple[AdapterItems, ...]], int]:
+            items, rank = items_of(slots)
+            computed.append((rank, max(images.bound[slot].adapter.spec.rank for slot in slots)))
+            return items, rank
 
-        images.work_items = watching  # type: ignore[method-assign]
+        images.items_of = watching  # type: ignore[method-assign]
 
     room = {"pool_granules": 120, "device_bytes": 100 * GRANULE_BYTES}
     answers = ask(subject, asked, 4, padded=True, **room, last=Lane.COPY, prepare=watch)

@@ -395,24 +395,6 @@ def test_no_batch_runs_after_adapters_could_not_be_moved(subject: Subject, monke
         assert isinstance(ended.get(timeout=PATIENCE_S), DeviceLost)
 
 
-def test_a_slot_may_be_bound_to_another_adapter_between_equal_batches(subject: Subject) -> None:
-    """The decoding row uses the same adapter slot as before; nothing else of the batch has changed."""
-    model, adapters, oracle = subject
-    results: SimpleQueue[Outcome] = SimpleQueue()
-    loads: SimpleQueue[Exception | None] = SimpleQueue()
-    with alone(model) as host:
-        tier = host_tier(host, adapters, model)
-        for name in ("r13", "big", "r8"):
-            host.backend.load_adapter(tier[name], 1, loads.put)
-            assert loads.get(timeout=PATIENCE_S) is None
-            host.backend.launch(prompt_plan(0, [7], [0], adapter=1), results.put)
-            outcome = results.get(timeout=PATIENCE_S)
-            assert isinstance(outcome, StepResult)
-            assert outcome.rows[0].token_id is not None
-            oracle.check_greedy([7], name, [outcome.rows[0].token_id])
-            host.backend.unload_adapter(1)
-
-
 def test_kv_reuses_an_adapters_bytes_only_after_other_lanes_have_read_them(subject: Subject) -> None:
     """An assisted prefill may still be reading an unloaded adapter whose bytes KV blocks get."""
     model, adapters, oracle = subject

@@ -20,7 +20,7 @@ from caraserve.gpu.attention.triton import ATTENTION
 from caraserve.gpu.checkpoint import load_checkpoint
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.launch import Launch
-from caraserve.gpu.forward.batch import BatchWriter, decode_slots, make_batch
+from caraserve.gpu.forward.batch import BatchWriter, make_batch
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
 from caraserve.gpu.kernels.bgmv_work import AdapterItems
 from caraserve.gpu.kernels.cuda_kernels import open_device
@@ -143,12 +143,12 @@ class TinyDevice:
         """Writes the batch and returns its shape; rows must be in the order of their adapters."""
         words, outputs = self.host.empty(), outputs_of(tuple(rows), self._prompt_tokens)
         groups = all_groups(self.plan)
-        shape = self.host.fill(words, tuple(rows), outputs, groups, with_lora=with_lora, all_prompt=all_prompt)
+        filled = self.host.fill(words, tuple(rows), outputs, groups, with_lora=with_lora, all_prompt=all_prompt)
         self.batch.words.copy_(torch.from_numpy(words))
-        if shape.has_items:
+        if filled.shape.has_items:
             items = {slot: bound.items for slot, bound in self.bound.items()}
-            write_items(self.batch.lists, decode_slots(tuple(rows)), items)
-        return shape
+            write_items(self.batch.lists, filled.bgmv_slots, items)
+        return filled.shape
 
     def run(
         self,

@@ -244,7 +244,7 @@ class AssistedPrefills:
         row = row if row.samples else replace(row, logprobs=None, matcher=None)
         outputs = outputs_of((row,), self._slots.prompt_tokens)
         slot, bound = row.adapter_slot, self._images.bound[row.adapter_slot]
-        shape = self._host.fill(self._batch_words, (row,), outputs, bound.shapes, all_prompt=True)
+        shape = self._host.fill(self._batch_words, (row,), outputs, bound.shapes, all_prompt=True).shape
         graph = self.graphs.find(shape)
         chunk = AssistedChunk(
             slot=slot,

@@ -66,7 +66,11 @@ class Timelines:
 
     def next(self, lane: Lane) -> Marks:
         """Returns the mark that the next call of `mark` for this lane will make."""
-        return at(lane, self._numbers[lane] + 1)
+        return at(lane, self.next_number(lane))
+
+    def next_number(self, lane: Lane) -> int:
+        """Returns the number of the mark that `next` returns."""
+        return self._numbers[lane] + 1
 
     def issued(self) -> Marks:
         """Returns all marks made so far."""

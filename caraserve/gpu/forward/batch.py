@@ -6,8 +6,8 @@ kernels skip. Rows of one token, which decode, have their own kernels in attenti
 chunks. An adapter of more than `bgmv_work.MOST_ROWS` decoding rows has the LoRA kernels of prompts.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -78,6 +78,19 @@ def _places(capacity: Capacity) -> dict[str, slice]:
 _EMPTY = {"position": NO_TOKEN, "row_token": NO_TOKEN, "out_token": NO_TOKEN, "out_wanted": -1}  # all else: 0
 
 
+@dataclass(frozen=True, slots=True)
+class FilledBatch:
+    """A batch in its arrays. `bgmv_slots`: int32 [tokens], the adapter slots of the tokens whose LoRA the BGMV kernels
+    add, 0 for all others. `counts`: int32 [rows], their tokens; `steps`: int32 [tokens], how far each token is from its
+    row's first; `decodes`: bool [rows]."""
+
+    shape: PassShape
+    bgmv_slots: Ints
+    counts: Ints
+    steps: Ints
+    decodes: NDArray[np.bool_]
+
+
 class BatchWriter:
     """Writes the batch's arrays in host memory, before the copy. Reused: `fill` overwrites the previous batch
     completely."""
@@ -105,37 +118,52 @@ class BatchWriter:
         *,
         with_lora: bool = True,
         all_prompt: bool = False,
-    ) -> PassShape:
-        """Writes a batch into `words` [num_words] and returns its shape. `groups`: shapes of the groups in which its
-        adapters have modules; `vocabulary`: slots of those that change the embedding or the head. `with_lora`: False if
-        layers' kernels apply no adapters. `all_prompt`: treats rows of one token as prompt chunks, too."""
+    ) -> FilledBatch:
+        """Writes a batch into `words` [num_words]. `groups`: shapes of the groups in which its adapters have modules;
+        `vocabulary`: slots of those that change the embedding or the head. `with_lora`: False if layers' kernels apply
+        no adapters. `all_prompt`: treats rows of one token as prompt chunks, too."""
         words[:] = self._empty
-        counts = np.array([row.count for row in rows], np.int32)
-        first = np.zeros(len(rows) + 1, np.int32)
+        count = len(rows)
+        counts = np.fromiter([row.count for row in rows], np.int32, count)
+        first = np.zeros(count + 1, np.int32)
         np.cumsum(counts, out=first[1:])
-        total = int(first[-1])
-        starts = np.array([row.start for row in rows], np.int32)
-        self._put(words, "slot", np.repeat(np.array([row.slot for row in rows], np.int32), counts))
-        self._put(words, "position", np.arange(total, dtype=np.int32) + np.repeat(starts - first[:-1], counts))
-        decodes = (counts == 1) & (not all_prompt)
+        self._put(words, "slot", np.repeat(np.fromiter([row.slot for row in rows], np.int32, count), counts))
+        steps = np.arange(first[-1], dtype=np.int32) - np.repeat(first[:-1], counts)
+        decodes = np.zeros(count, bool) if all_prompt else counts == 1
         self._put(words, "row_token", first[:-1][decodes])
-        tiles = self._put_tiles(words, first[:-1][~decodes], counts[~decodes])
+        tiles = 0 if decodes.all() else self._put_tiles(words, first[:-1][~decodes], counts[~decodes])
         for name, values in zip(("out_token", "out_kind", "out_wanted"), outputs.arrays(), strict=True):
             self._put(words, name, values)
         self._put(words, "embedded", outputs.embedded)
         self._put(words, "masked", np.flatnonzero(outputs.kind == SAMPLE_MASKED) % self.capacity.logits_rows)
-        adapters = np.array([row.adapter_slot * with_lora for row in rows], np.int32)
-        for_bgmv = decodes & ~_are_many(np.where(decodes, adapters, BASE_ADAPTER_SLOT))
-        others = np.repeat(np.where(for_bgmv, BASE_ADAPTER_SLOT, adapters), counts)
-        segments = self._put_segments(words, others) if others.any() else 0
-        has_items = bool((adapters[for_bgmv] != BASE_ADAPTER_SLOT).any())
-        context = int(starts[decodes].max(initial=-1)) + 1
-        decoding, applied = int(decodes.sum()), frozenset(groups)
+        adapters = np.fromiter([row.adapter_slot for row in rows], np.int32, count)
         if vocabulary:
-            changed = [row.adapter_slot if row.adapter_slot in vocabulary else BASE_ADAPTER_SLOT for row in rows]
-            self._put(words, "adapter", np.repeat(np.array(changed, np.int32), counts))
-        sizes = total, decoding, tiles, len(outputs.token), segments
-        return PassShape(*sizes, has_items, context, applied, bool(vocabulary))
+            changed = np.where(np.isin(adapters, list(vocabulary)), adapters, BASE_ADAPTER_SLOT)
+            self._put(words, "adapter", np.repeat(changed, counts))
+        for_bgmv, others = _divided(adapters if with_lora else np.zeros_like(adapters), decodes)
+        segments = self._put_segments(words, np.repeat(others, counts)) if others.any() else 0
+        sizes = int(first[-1]), int(decodes.sum()), tiles, len(outputs.token), segments
+        context = self._put_positions(words, rows, counts, steps, decodes)
+        shape = PassShape(*sizes, bool(for_bgmv.any()), context, frozenset(groups), bool(vocabulary))
+        return FilledBatch(shape, np.repeat(for_bgmv, counts), counts, steps, decodes)
+
+    def move(self, words: Ints, rows: tuple[ScheduledRow, ...], filled: FilledBatch) -> PassShape:
+        """Writes the positions of rows that differ from those of a filled batch only in them; returns their shape."""
+        context = self._put_positions(words, rows, filled.counts, filled.steps, filled.decodes)
+        return replace(filled.shape, context=context)
+
+    def positions(self, tokens: int) -> slice:
+        """Returns the words that `move` writes for so many tokens."""
+        start = self._places["position"].start
+        return slice(start, start + tokens)
+
+    def _put_positions(
+        self, words: Ints, rows: Sequence[ScheduledRow], counts: Ints, steps: Ints, decodes: NDArray[np.bool_]
+    ) -> int:
+        """Returns the most positions of any row that decodes."""
+        starts = np.fromiter([row.start for row in rows], np.int32, len(rows))
+        self._put(words, "position", np.repeat(starts, counts) + steps)
+        return int(starts[decodes].max(initial=-1)) + 1
 
     def _put(self, words: Ints, name: str, values: NDArray[np.integer]) -> None:
         start = self._places[name].start
@@ -156,17 +184,13 @@ class BatchWriter:
         return len(parts[1])
 
 
-def decode_slots(rows: tuple[ScheduledRow, ...]) -> Ints:
-    """Returns the adapter slot of each token, [tokens], 0 for tokens in segments: the input of the BGMV lists."""
-    slots = np.array([row.adapter_slot if row.count == 1 else BASE_ADAPTER_SLOT for row in rows], np.int32)
-    slots[_are_many(slots)] = BASE_ADAPTER_SLOT
-    return np.repeat(slots, [row.count for row in rows])
-
-
-def _are_many(slots: Ints) -> NDArray[np.bool_]:
-    """Returns whether each row's adapter has more rows than BGMV takes. `slots`: int32 [rows], of rows that decode."""
-    many: NDArray[np.bool_] = (slots != BASE_ADAPTER_SLOT) & (np.bincount(slots)[slots] > MOST_ROWS)
-    return many
+def _divided(adapters: Ints, decodes: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """Returns the adapter slot of each row twice, int32 [rows]: for BGMV and for segments, 0 where the other has it.
+    An adapter of more than MOST_ROWS decoding rows is for segments."""
+    decoding = np.where(decodes, adapters, BASE_ADAPTER_SLOT)
+    many = np.bincount(decoding) > MOST_ROWS
+    for_bgmv = np.where(many[decoding], BASE_ADAPTER_SLOT, decoding)
+    return for_bgmv, adapters - for_bgmv
 
 
 @dataclass(frozen=True, slots=True)

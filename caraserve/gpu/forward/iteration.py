@@ -11,24 +11,31 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, StepResult
-from caraserve.core.outputs import ColdStartCost, Output, OutputValues, append_tokens, collect, outputs_of
+from caraserve.core.outputs import (
+    SAMPLE_MASKED,
+    ColdStartCost,
+    Output,
+    OutputValues,
+    append_tokens,
+    collect,
+    outputs_of,
+)
 from caraserve.errors import GrammarFailed
 from caraserve.gpu.driver.api import DriverError, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane
-from caraserve.gpu.forward.batch import BatchWriter, DeviceBatch, decode_slots
+from caraserve.gpu.forward.batch import BatchWriter, DeviceBatch, FilledBatch
+from caraserve.gpu.forward.batch_lists import BatchLists
 from caraserve.gpu.forward.decoder import Decoder
 from caraserve.gpu.forward.graphs import CapturedGraphs
-from caraserve.gpu.forward.lanes import IterationLane
+from caraserve.gpu.forward.lanes import CapturedPass, IterationLane
 from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages
 from caraserve.gpu.memory.copier import DeviceContext
 from caraserve.gpu.memory.masks import LaneMasks
 from caraserve.gpu.memory.pass_shape import Capacity
 from caraserve.gpu.memory.request_state import RequestSlots
 from caraserve.gpu.memory.results import ResultBlocks, Results, Waiter, result_bytes
-from caraserve.gpu.memory.staging_ring import StagingRing
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.gpu.weights import Weights
 from caraserve.model.plan import DecoderPlan
@@ -105,30 +112,33 @@ def values_of(decoder: Decoder, outputs: Output, results: Results) -> OutputValu
     )
 
 
-class BatchLists:
-    """The BGMV kernels' lists of one lane. They are sent again only when the decoding rows or their adapters change."""
+_Unchanging = tuple[object, ...]
 
-    def __init__(self, ring: StagingRing, images: DeviceImages, batch: DeviceBatch) -> None:
-        self._ring, self._images, self._lists = ring, images, batch.lists
-        self._sent: tuple[int, bytes] | None = None
 
-    def send(self, slots: NDArray[np.int32]) -> None:
-        """Sends the lists of a batch, if they changed. `slots`: int32 [tokens], adapter slots as `decode_slots` returns
-        them."""
-        slots = slots if slots.any() else slots[:0]
-        state = self._images.bindings, slots.tobytes()
-        if state == self._sent:
-            return
-        self._sent = state
-        counts = np.zeros(tuple(self._lists.counts.shape), np.int32)
-        for shape, made in enumerate(self._images.work_items(slots) if slots.size else ()):
-            pair = self._lists.lists[shape]
-            for launch, (target, items) in enumerate(zip(pair, (made.shrink, made.expand), strict=True)):
-                self._ring.send(target.data_ptr(), items)
-                counts[shape, launch] = len(items)
-            if shape == 0:  # groups of rows are the same for all
-                self._ring.send(self._lists.groups.data_ptr(), made.groups)
-        self._ring.send(self._lists.counts.data_ptr(), counts)
+def _unchanging(batch: Batch) -> _Unchanging | None:
+    """Returns what an iteration depends on besides the first positions of its rows and its adapters' bindings; None if
+    it depends on positions in other ways. Names no matchers, which would be kept. 64 rows take 7 µs."""
+    rows = batch.rows
+    if any(row.prompt_logprobs is not None for row in rows):
+        return None
+    named = [
+        (row.slot, row.count, row.adapter_slot, row.samples, row.logprobs, row.embeds, row.averages, row.drafts)
+        for row in rows
+    ]
+    return batch.merged, named, [row.matcher is None for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparedBatch:
+    """A batch that is in the host's arrays, or differs from it only in the positions of its rows."""
+
+    stays: _Unchanging | None
+    bindings: int  # of the adapter slots when it was prepared
+    adapters: tuple[int, ...]  # slots
+    outputs: Output
+    filled: FilledBatch
+    captured: CapturedPass | None  # the graph if all layers of its adapters have arrived
+    has_masks: bool
 
 
 class IterationRunner:
@@ -153,39 +163,63 @@ class IterationRunner:
         self._resources, self._batch, self._host, self._masks = parts, parts.batch, parts.host, parts.masks
         self._images, self._slots, self._captured_graphs, self._merged = images, slots, captured_graphs, merged
         self._layers, self._trace = len(plan.layers), trace
-        self._lists = BatchLists(self._ring, images, self._batch)
-        self._words = self._host.empty()
+        self._lists = BatchLists(self._ring, images, self._batch.lists)
+        self._words, self._words_at = self._host.empty(), self._batch.words.data_ptr()
+        self._last: _PreparedBatch | None = None  # what the arrays hold on the device
         self._ended_s = 0.0  # end of the previous iteration
 
     def launch(self, batch: Batch, done: Done) -> None:
         """Launches a batch whose adapters all have device memory. Raises errors that occur before anything is
         launched."""
         launched_s = time.monotonic()
-        with_lora = batch.merged is None
-        outputs = outputs_of(batch.rows, self._slots.prompt_tokens)
-        adapters = {row.adapter_slot for row in batch.rows} - {BASE_ADAPTER_SLOT}
-        groups = self._images.group_shapes_of(adapters)
-        changing = self._images.changing_vocabulary(adapters)
-        shape = self._host.fill(self._words, batch.rows, outputs, groups, changing, with_lora=with_lora)
-        arriving = self._images.arriving(adapters)
+        last, self._last = self._last, None  # if this batch fails, nothing is known of the device's arrays
+        stays = _unchanging(batch)
+        if last is not None and stays is not None and (stays, self._images.bindings) == (last.stays, last.bindings):
+            now, shape = last, self._host.move(self._words, batch.rows, last.filled)
+            place = self._host.positions(shape.tokens)
+        else:
+            now = self._prepare(batch, stays, is_known=last is not None)
+            shape, place = now.filled.shape, slice(0, len(self._words))
+        arriving = self._images.arriving(now.adapters)
         weights = self._merge(batch.merged)
-        captured = self._captured_graphs.find(batch, shape, arriving)
-        masked = self._masks.prepare(batch.rows, outputs)
+        captured = self._captured_graphs.find(batch, shape, arriving) if arriving else now.captured
+        masked = self._masks.prepare(batch.rows, now.outputs) if now.has_masks else None
         steps = captured or self._decoder.make_pass(shape, weights=weights, masked=masked)
-        self._lists.send(decode_slots(batch.rows) if with_lora else np.zeros(0, np.int32))
 
         def metadata(stream: Stream) -> None:
-            self._ring.send(self._batch.words.data_ptr(), self._words)
+            self._ring.send(self._words_at + self._words.itemsize * place.start, self._words[place])
             self._slots.send_vectors(batch.rows, self._decoder.hidden, self._ring)
             self._ring.flush()
 
         self._timelines.passed()  # frees events, which would accumulate while nothing is loading
         number = self._lane.launch(metadata, steps, arriving, NOTHING)
-        self._images.used(adapters, Lane.COMPUTE, number)
+        self._images.used(now.adapters, Lane.COMPUTE, number)
         if captured is not None and masked is not None:
             self._decoder.sample_masked(masked, 0, shape.outputs, self._timelines.streams[Lane.COMPUTE])
         bound = {slot: self._images.bound[slot] for slot in arriving}
-        self._return_results(batch, outputs, bound, {} if masked is None else masked.failures, launched_s, done)
+        self._return_results(batch, now, bound, {} if masked is None else masked.failures, launched_s, done)
+        self._last = now
+
+    def _prepare(self, batch: Batch, stays: "_Unchanging | None", *, is_known: bool) -> "_PreparedBatch":
+        """Writes a batch into the host's arrays, and sends the BGMV kernels' lists if they differ from those on the
+        device. `is_known`: whether these are known."""
+        adapters = {row.adapter_slot for row in batch.rows} - {BASE_ADAPTER_SLOT}
+        outputs = outputs_of(batch.rows, self._slots.prompt_tokens)
+        groups, changing = self._images.group_shapes_of(adapters), self._images.changing_vocabulary(adapters)
+        with_lora = batch.merged is None
+        filled = self._host.fill(self._words, batch.rows, outputs, groups, changing, with_lora=with_lora)
+        if not is_known:
+            self._lists.forget()
+        self._lists.send(filled.bgmv_slots)
+        return _PreparedBatch(
+            stays,
+            self._images.bindings,
+            tuple(adapters),
+            outputs,
+            filled,
+            self._captured_graphs.find(batch, filled.shape, ()),
+            has_masks=bool((outputs.kind == SAMPLE_MASKED).any()),
+        )
 
     def _merge(self, slot: int | None) -> Weights | None:
         """Merges the adapter of a slot, in the compute lane's order, and returns the weights with it; None for None."""
@@ -203,7 +237,7 @@ class IterationRunner:
     def _return_results(
         self,
         batch: Batch,
-        outputs: Output,
+        now: _PreparedBatch,
         arriving: Mapping[int, BoundAdapter],
         failures: Mapping[int, GrammarFailed],
         launched_s: float,
@@ -217,16 +251,17 @@ class IterationRunner:
             if self._trace is not None:
                 name = f"{batch.num_tokens} tokens of {len(batch.rows)} requests"
                 self._trace.span("device", name, int(started_s * 1e9), int(done_s * 1e9))
-            found = values_of(self._decoder, outputs, results)
+            found = values_of(self._decoder, now.outputs, results)
             loads = {
                 slot: ColdStartCost(waited_ms=1000 * stall_s(started_s, done_s, self._layers, bound.arrivals))
                 for slot, bound in arriving.items()
             }
-            rows = collect(batch, outputs, found, prompt_tokens, loads, failures)
-            append_tokens(batch.rows, rows)
+            rows = collect(batch, now.outputs, found, prompt_tokens, loads, failures)
+            if now.has_masks:
+                append_tokens(batch.rows, rows)
             return StepResult(rows, started_s, done_s)
 
-        return_results(self._resources, self._timelines.streams[Lane.COMPUTE], outputs, read, done)
+        return_results(self._resources, self._timelines.streams[Lane.COMPUTE], now.outputs, read, done)
 
 
 def stall_s(started_s: float, done_s: float, layers: int, arrivals: list[tuple[int, float]]) -> float:

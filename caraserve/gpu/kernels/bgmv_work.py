@@ -7,8 +7,7 @@ a layer lacks. Up to `ROWS` rows of one adapter share one read of its weights. A
     expand    as many columns of B, at all ranks, as 128 threads hold with eight 16-byte loads each
 
 so an adapter of small rank costs no more in a batch with one of large rank, except in the padded baseline, which makes
-items for the largest rank in the batch. An adapter's items are made once; a batch's list concatenates those of its
-adapters and changes only when rows join or leave the batch.
+items for the largest rank in the batch. An adapter's items are made once; a batch's list has those of its adapters.
 """
 
 from collections.abc import Sequence
@@ -77,18 +76,21 @@ def adapter_items(slot: int, ranks: Sequence[int], dtype: Dtype, outputs: Sequen
 def plan_items(row_slots: Ints, adapters: Sequence[AdapterItems | None], most_rank: int = MAX_RANK) -> WorkItems:
     """Returns the items of rows with adapter slots `row_slots` [rows]. `adapters`: items by slot, None for no adapter.
     `most_rank`: rank rows beyond it are left out; the adapters' items have none of them."""
-    slots, groups = _group_rows(row_slots)
+    slots, groups = row_groups(row_slots)
     groups[:, GROUP_RANK] = most_rank
     chosen = [adapter for slot in slots if (adapter := adapters[slot]) is not None]
     if len(chosen) != len(slots):
         raise AssertionError("a row names a slot that has no adapter")
-    numbers = np.arange(len(slots), dtype=np.int32) << _GROUP
-    lists = []
-    for parts in ([adapter.shrink for adapter in chosen], [adapter.expand for adapter in chosen]):
-        items = np.concatenate([np.empty((0, ITEM_WORDS), np.int32), *parts])
-        items[:, PLACE] += np.repeat(numbers, [len(part) for part in parts])
-        lists.append(items)
-    return WorkItems(lists[0], lists[1], groups)
+    numbers = range(len(chosen))
+    shrink, expand = [adapter.shrink for adapter in chosen], [adapter.expand for adapter in chosen]
+    return WorkItems(in_groups(shrink, numbers), in_groups(expand, numbers), groups)
+
+
+def in_groups(parts: Sequence[Ints], numbers: Sequence[int]) -> Ints:
+    """Returns the items of several adapters, int32 [items, ITEM_WORDS], for the groups of rows with these numbers."""
+    items = np.concatenate([np.empty((0, ITEM_WORDS), np.int32), *parts])
+    items[:, PLACE] += np.repeat(np.array(numbers, np.int32) << _GROUP, [len(part) for part in parts])
+    return items
 
 
 def most_items(rows: int, max_rank: int, outputs: Sequence[int], dtype: Dtype) -> tuple[int, int]:
@@ -100,8 +102,9 @@ def most_items(rows: int, max_rank: int, outputs: Sequence[int], dtype: Dtype) -
     return rows * shrink, rows * expand
 
 
-def _group_rows(row_slots: Ints) -> tuple[list[int], Ints]:
-    """Returns the groups' slots and the groups, of up to ROWS rows of one adapter each; base model rows are in none."""
+def row_groups(row_slots: Ints) -> tuple[list[int], Ints]:
+    """Returns the groups' slots and the groups, of up to ROWS rows of one adapter each, int32 [groups, GROUP_WORDS],
+    without their rank; base model rows are in none."""
     order = np.argsort(row_slots, kind="stable")
     order = order[row_slots[order] > BASE_ADAPTER_SLOT]
     slots, starts, counts = np.unique(row_slots[order], return_index=True, return_counts=True)

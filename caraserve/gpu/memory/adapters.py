@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from caraserve.core.batch import BASE_ADAPTER_SLOT, DeviceLost
+from caraserve.core.batch import DeviceLost
 from caraserve.core.lora_layout import MAX_RANK, RANK_STEP, AdapterSpec, HostAdapter
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, latest
-from caraserve.gpu.kernels.bgmv_work import AdapterItems, WorkItems, adapter_items, plan_items
+from caraserve.gpu.kernels.bgmv_work import AdapterItems, adapter_items
 from caraserve.gpu.kernels.vocabulary import VocabularyTables
 from caraserve.gpu.memory import padding
 from caraserve.gpu.memory.adapter_tables import AdapterTables, Column, VocabularyColumn, column, vocabulary_column
@@ -200,18 +199,15 @@ class DeviceImages:
         """Returns the slots with layers that may be missing."""
         return [slot for slot in self._loading if slot in slots]
 
-    def work_items(self, slots: NDArray[np.int32]) -> list[WorkItems]:
-        """Returns the BGMV kernels' items of a batch by group shape. `slots`: int32 [tokens], adapter slots.
+    def items_of(self, slots: Sequence[int]) -> tuple[list[tuple[AdapterItems, ...]], int]:
+        """Returns the BGMV kernels' items of each of these adapters by group shape, and the most rank rows that are
+        computed. An adapter's are one object as long as it is bound to its slot and computed at the same rank.
 
-        In the padded baseline every module has the rank of the largest in the batch, otherwise its own."""
-        used, most_rank = set(slots.tolist()) - {BASE_ADAPTER_SLOT}, MAX_RANK
+        In the padded baseline every module has the rank of the largest of these adapters, otherwise its own."""
+        most_rank = MAX_RANK
         if self._padded_rank is not None:
-            most_rank = max((align_up(self.bound[slot].adapter.spec.rank, RANK_STEP) for slot in used), default=0)
-        by_shape: list[list[AdapterItems | None]] = [[None] * self.tables.slots for _ in self._plan.group_shapes]
-        for slot in used:
-            for items, made in zip(by_shape, self._items_of(slot, most_rank), strict=True):
-                items[slot] = made
-        return [plan_items(slots, items, most_rank) for items in by_shape]
+            most_rank = max(align_up(self.bound[slot].adapter.spec.rank, RANK_STEP) for slot in slots)
+        return [self._items_of(slot, most_rank) for slot in slots], most_rank
 
     def group_shapes_of(self, slots: Collection[int]) -> frozenset[int]:
         """Returns the shapes of the groups in which any of these adapters has a module."""
@@ -339,14 +335,17 @@ class DeviceImages:
 def items_by_shape(plan: DecoderPlan, slot: int, stored: AdapterSpec, most_rank: int) -> tuple[AdapterItems, ...]:
     """Returns an adapter's items by group shape, for its first `most_rank` rank rows. A list serves all groups of its
     shape, so it is made for the largest rank that the adapter has in any of them."""
-    shapes = plan.group_shapes
-    ranks = [[0] * len(shape.widths) for shape in shapes]
+    largest = [[0] * len(shape.widths) for shape in plan.group_shapes]
+    places = [  # of each site, by layer: the shape of its group, and where it is in the group
+        [(shape, place) for shape, group in zip(shapes, layer.groups, strict=True) for place in range(len(group.sites))]
+        for shapes, layer in zip(plan.shapes_of_groups, plan.layers, strict=True)
+    ]
     for span in stored.spans:
-        group = plan.layers[span.layer].groups[plan.layers[span.layer].sites[span.site].group]
-        of_shape, projection = ranks[plan.shapes_of_groups[span.layer][group.index]], span.site - group.sites[0].index
-        of_shape[projection] = max(of_shape[projection], min(span.padded_rank, most_rank))
-    pairs = zip(shapes, ranks, strict=True)
-    return tuple(adapter_items(slot, of_shape, stored.dtype, shape.widths) for shape, of_shape in pairs)
+        shape, place = places[span.layer][span.site]
+        largest[shape][place] = max(largest[shape][place], span.rank)
+    ranks = [[min(align_up(rank, RANK_STEP), most_rank) for rank in of_shape] for of_shape in largest]
+    pairs = zip(plan.group_shapes, ranks, strict=True)
+    return tuple(adapter_items(slot, of_shape, stored.dtype, one.widths) for one, of_shape in pairs)
 
 
 def groups_of(stored: AdapterSpec, plan: DecoderPlan) -> tuple[tuple[frozenset[int], ...], frozenset[int]]:

@@ -7,14 +7,14 @@ only when the whole ring is in use.
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from caraserve.gpu.driver.api import WORD_BYTES, Driver, Stream
 from caraserve.gpu.driver.launch import Kernels
-from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
+from caraserve.gpu.driver.streams import Lane, Timelines
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.cuda_launch import BLOCK_COPY, BYTES_THREADS
 from caraserve.util.units import align_up
@@ -23,8 +23,7 @@ _ALIGN_BYTES = 64
 BLOCK_BYTES = 16 * BYTES_THREADS  # copied by one block
 
 
-@dataclass(frozen=True, slots=True)
-class _StagedArray:
+class _StagedArray(Struct, frozen=True):
     """An array in the ring. Each `width` bytes of it go to addresses `pitch` bytes apart."""
 
     target: int
@@ -66,7 +65,7 @@ class StagingRing:
         self._in_use: deque[tuple[int, int]] = deque()  # (head after it, mark of the lane)
         self._staged: list[_StagedArray] = []  # collected
         self._collected = 0  # bytes of the ring
-        self._collected_before = NOTHING  # mark of the lane
+        self._collected_before = 0  # mark of the lane
 
     def send(self, target: int, data: NDArray[np.generic]) -> None:
         """Collects an array for device address `target`. Its bytes must be whole words; no two arrays of one `flush`
@@ -87,7 +86,7 @@ class StagingRing:
         arrays, self._staged, self._collected = self._staged, [], 0
         if not arrays:
             return
-        if self._collected_before != self._timelines.next(self._lane):
+        if self._collected_before != self._timelines.next_number(self._lane):
             raise AssertionError(f"a mark of {self._lane.name} was made before the arrays sent before it were issued")
         if len(arrays) == 1 and arrays[0].is_whole:
             self._driver.copy_to_device(arrays[0].target, arrays[0].source, arrays[0].num_bytes, self._stream)
@@ -118,7 +117,7 @@ class StagingRing:
         if array.num_bytes % WORD_BYTES or array.target % WORD_BYTES:
             raise AssertionError(f"{array.num_bytes} bytes for address {array.target} are not whole words")
         if not self._staged:
-            self._collected_before = self._timelines.next(self._lane)
+            self._collected_before = self._timelines.next_number(self._lane)
         self._staged.append(array)
 
     def _keep(self, data: NDArray[np.generic]) -> int:
@@ -138,7 +137,7 @@ class StagingRing:
         if not self._in_use:
             self._head = self._tail = skipped = 0
         self._head += skipped + num_bytes
-        self._in_use.append((self._head, self._timelines.next(self._lane)[self._lane]))
+        self._in_use.append((self._head, self._timelines.next_number(self._lane)))
         return (self._head - num_bytes) % size
 
     def _reclaim(self) -> None:

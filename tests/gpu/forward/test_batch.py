@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from caraserve.core.batch import ScheduledRow
 from caraserve.core.outputs import outputs_of
-from caraserve.gpu.forward.batch import BatchWriter, decode_slots
+from caraserve.gpu.forward.batch import BatchWriter
 from caraserve.gpu.kernels.bgmv_work import MOST_ROWS
 from caraserve.gpu.memory.pass_shape import Capacity
 
@@ -23,9 +23,9 @@ def test_each_token_of_an_adapter_is_computed_once_and_many_decoding_rows_of_one
     rows = tuple(ScheduledRow(slot, 5, count, adapter, samples=True) for slot, (count, adapter) in enumerate(batch))
     writer = BatchWriter(Capacity(TOKENS, ROWS, TOKENS, 64, ADAPTERS))
     words = writer.empty()
-    shape = writer.fill(words, rows, outputs_of(rows, np.full(ROWS, 5, np.int64)), ())
+    filled = writer.fill(words, rows, outputs_of(rows, np.full(ROWS, 5, np.int64)), ())
     places = {name: words[place] for name, place in writer._places.items()}
-    by_bgmv = decode_slots(rows)
+    shape, by_bgmv = filled.shape, filled.bgmv_slots
     by_segment = np.zeros(shape.tokens, np.int32)
     for segment in range(shape.segments):
         first, count = places["segment_first"][segment], places["segment_rows"][segment]
