@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 _DRAIN_RETRY_S = 5.0
 _CANCELLED_AT_ONCE = 64  # requests ended in one turn of the event loop, at 20 µs each
 _PREDICTION_S = 0.25  # for which a predicted wait in the queue is used
-_RESULTS_S = 0.002  # of work on results in one turn of the event loop; 64 rows with logprobs take up to 17 ms
+_RESULTS_S = 0.001  # of work on results in one turn of the event loop; 64 rows with logprobs take up to 17 ms
 
 
 class Engine:

@@ -89,13 +89,17 @@ class _Pass:
         request, slot, limits = self.running[index], self.adapter_slots[index], self.limits
         if self.tokens_left == 0 or request in self.preempted or not has_work(request, limits):
             return
-        drafts = self._drafts_of(request)
-        count = _chunk(request, self.tokens_left) + len(drafts)
-        missing = blocks_missing(request, request.computed + count, limits.block_tokens)
-        if (blocks := self._take(index, missing) if missing else []) is None:
+        if request.prompt_tokens <= request.computed == total_tokens(request) - 1 and request not in self.drafts:
+            count, drafts = 1, ()  # nearly always, and so without the general rules: they take 2 µs more
+            missing = int(request.computed == len(request.blocks) * limits.block_tokens)
+            row = _decode_row(request, slot)
+        else:
+            drafts = self._drafts_of(request)
+            count = _chunk(request, self.tokens_left) + len(drafts)
+            missing = blocks_missing(request, request.computed + count, limits.block_tokens)
+            row = _row(request, count, slot, limits, drafts)
+        if (blocks := self._take(index, missing) if missing else ()) is None:
             return
-        decodes = count == 1 and request.prompt_tokens <= request.computed == total_tokens(request) - 1
-        row = _decode_row(request, slot) if decodes else _row(request, count, slot, limits, drafts)
         self.scheduled.append((slot, index, Scheduled(request, row, tuple(blocks))))
         self.tokens_left -= count
 

@@ -26,7 +26,7 @@ _UNCOUNTED_BYTES = 64 << 10  # of each body, so that large bodies of some client
 _LEAST_BODY_BYTES = 256 << 20
 _LARGEST_BODIES = 4  # that fit at the same time, whatever the limit for one is
 _RETRY_S = 1.0
-_BEGUN_PER_TURN = 8  # requests, at 0.3 to 0.6 ms each until they wait for the engine
+_BEGUN_PER_TURN = 4  # requests, at 0.3 to 0.6 ms each until they wait for the engine
 
 _T = TypeVar("_T")
 

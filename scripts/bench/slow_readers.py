@@ -128,7 +128,18 @@ def _take_first_core() -> None:
 async def _run(streams: int, seconds: float, decode_ms: float, folder: str) -> int:
     lag_file = Path(folder) / "lag.json"
     clock = [sys.executable, str(_CLOCK_SERVER), "--decode-ms", str(decode_ms), "--one-token", "--lag", str(lag_file)]
-    options = ["--device", "cpu", "--cpu-threads", "1", "--max-num-seqs", "256", "--max-queue", "4096"]
+    options = [
+        "--device",
+        "cpu",
+        "--cpu-threads",
+        "1",
+        "--max-num-seqs",
+        "256",
+        "--max-queue",
+        "4096",
+        "--num-speculative-tokens",
+        "0",
+    ]
     options += ["--max-connections", str(4 * streams), "--no-log-requests"]
     async with own_server(options, asyncio.Event(), caraserve=clock, join=_take_first_core) as server:
         os.sched_setaffinity(0, _CORES[1:] or _CORES)
