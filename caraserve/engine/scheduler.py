@@ -90,7 +90,8 @@ class _Pass:
         if self.tokens_left == 0 or request in self.preempted or not has_work(request, limits):
             return
         if request.prompt_tokens <= request.computed == total_tokens(request) - 1 and request not in self.drafts:
-            count, drafts = 1, ()  # nearly always, and so without the general rules: they take 2 µs more
+            # Nearly always, and so without the general rules: they take 2 µs more.
+            count = 1
             missing = int(request.computed == len(request.blocks) * limits.block_tokens)
             row = _decode_row(request, slot)
         else:
@@ -98,7 +99,7 @@ class _Pass:
             count = _chunk(request, self.tokens_left) + len(drafts)
             missing = blocks_missing(request, request.computed + count, limits.block_tokens)
             row = _row(request, count, slot, limits, drafts)
-        if (blocks := self._take(index, missing) if missing else ()) is None:
+        if (blocks := self._take(index, missing) if missing else []) is None:
             return
         self.scheduled.append((slot, index, Scheduled(request, row, tuple(blocks))))
         self.tokens_left -= count
