@@ -15,6 +15,7 @@ from caraserve.bench.report.summary import Summary, summarize
 from caraserve.bench.report.tables import (
     NONE,
     TextTable,
+    in_words,
     open_console,
     paired_table,
     report_tables,
@@ -76,6 +77,8 @@ def _print_and_save(
         if len(summaries) > 1:
             for error, count in summary.errors.items():
                 console.print(f"{summary.label}: {count} failed: {error}")
+    if len(summaries) == 1 and summaries[0].completed:
+        console.print(in_words(summaries[0]))
     if options.save is not None:
         for path in save_report(options.save, report, measured.runs, run_plots(measured.runs, summaries)):
             console.print(f"written: {path}")

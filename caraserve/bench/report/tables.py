@@ -53,6 +53,18 @@ def write_document(document: Mapping[str, object], asked: bool) -> None:
         sys.stdout.write(json.dumps(document) + "\n")
 
 
+def in_words(summary: Summary) -> str:
+    """Returns a run's main figures as one sentence."""
+    parts = [f"{summary.completed} of {summary.sent} requests were answered"]
+    if (first := summary.latency.ttft) is not None:
+        slowest = f"95 % within {first.percentiles_ms['p95']:.4g}"
+        parts.append(f"with the first token after {first.mean_ms:.4g} ms on average ({slowest} ms)")
+    if (later := summary.latency.tpot) is not None:
+        parts.append(f"and each later one {later.mean_ms:.3g} ms after the one before")
+    rates = f"{summary.requests_per_s:.3g} requests and {summary.output_tokens_per_s:.4g} tokens a second"
+    return f"{', '.join(parts[:2])}{''.join(f' {part}' for part in parts[2:])}: {rates}."
+
+
 def report_tables(summaries: Sequence[Summary], latencies: Sequence[str] = LATENCIES) -> Iterator[Table]:
     """Yields every table of one run; for several, the ratios between them, then each run's facts and latencies."""
     if len(by_label(summaries)) > 1:

@@ -5,7 +5,7 @@ import pytest
 from caraserve.bench.records import RequestRecord, Run
 from caraserve.bench.report.ratios import PairedRatio, paired_ratios, ratios_to_first
 from caraserve.bench.report.summary import SloLimits, Summary, parse_slo, summarize
-from caraserve.bench.report.tables import paired_table, ratio_table
+from caraserve.bench.report.tables import in_words, paired_table, ratio_table
 from caraserve.errors import ConfigError
 
 
@@ -106,6 +106,14 @@ def test_attainment_counts_requests_that_meet_every_limit() -> None:
     assert summary.attainment.share == 0.25
     assert summary.attainment.goodput_per_s == 0.5
     assert summary.attainment.by_limit == {"ttft": 0.5, "tpot": 0.5}
+
+
+def test_a_run_is_told_in_one_sentence() -> None:
+    records = answered(0, 0.0, (0.1, 0.2)), answered(1, 0.0, (0.3, 0.4)), answered(2, 0.0, (), error="gone")
+    assert in_words(summarize(Run("some", records, 2.0))) == (
+        "2 of 3 requests were answered, with the first token after 200 ms on average (95 % within 290 ms) and each "
+        "later one 100 ms after the one before: 1 requests and 2 tokens a second."
+    )
 
 
 def test_groups_by_rank_and_adapter() -> None:
