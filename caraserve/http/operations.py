@@ -146,6 +146,7 @@ _IN_LIST = {
     **_FACTS,
 }
 _DEFAULTS = {
+    "target_modules": list_of(STRING),
     **_each("chat_template folder_chat_template", or_null(STRING)),
     "stop": or_null(list_of(STRING)),
     "sampling": or_null(OBJECT),
@@ -169,6 +170,18 @@ _RANKING = whole_object(
 )
 _TOKENS = whole_object(
     **_each("count max_model_len", INTEGER), tokens=list_of(INTEGER), token_strs=any_of(list_of(STRING), NULL)
+)
+
+_MILLISECONDS = whole_object(**_each("p50_ms p95_ms", or_null(_NUMBER)))
+_STATS = whole_object(
+    **_each("model version", STRING),
+    instance=or_null(STRING),
+    **_each("draining can_chat can_update", BOOLEAN),
+    **_each("max_model_len running waiting kv_used_blocks kv_total_blocks computed_tokens", INTEGER),
+    client=whole_object(**_each("admin base_model", BOOLEAN)),
+    **_each("first_token token_gap", _MILLISECONDS),
+    timeline=OBJECT,
+    loads=list_of(OBJECT),
 )
 
 # --- parameters ---
@@ -367,7 +380,7 @@ _TABLE = (
     Operation("GET /version", status.version, _json(whole_object(version=STRING))),
     Operation("GET /load", status.load, _json(whole_object(server_load=INTEGER))),
     Operation("GET /metrics", status.metrics, _TEXT),
-    Operation("GET /stats", page.stats, _json(OBJECT)),
+    Operation("GET /stats", page.stats, _json(_STATS)),
     Operation(
         "GET /stats/adapters",
         page.adapter_stats,

@@ -140,9 +140,11 @@ def _card(context: Context, info: AdapterInfo) -> dict[str, Any]:
 
 
 def _full_card(context: Context, info: AdapterInfo) -> dict[str, Any]:
-    """The card with the defaults of requests, which a list leaves out: a chat template may have 64 KiB."""
+    """The card with what a list leaves out: the modules that are adapted, none where only other instances know them,
+    and the defaults of requests, as a chat template may have 64 KiB."""
     settings = settings_of(context, info.name)
-    return _card(context, info) | asdict(settings.defaults) | {"folder_chat_template": settings.folder_template}
+    more = {"target_modules": info.targets, "folder_chat_template": settings.folder_template}
+    return _card(context, info) | asdict(settings.defaults) | more
 
 
 async def put_adapter(request: web.Request) -> web.Response:

@@ -59,7 +59,7 @@ TIER_FILTERS = ("device", "host", "disk", "peer", "upload", "loading")
 
 
 async def page(request: web.Request) -> web.Response:
-    """A page to compare adapters, with the state of the server."""
+    """A page to talk to adapters side by side, to manage them, and to see the state of the server."""
     return _response("index.html")
 
 
@@ -76,7 +76,7 @@ def _response(name: str) -> web.Response:
 
 
 async def stats(request: web.Request) -> web.Response:
-    """The numbers of the page at /."""
+    """The numbers of the page at /, and what its client may do."""
     context, client = request.app[CONTEXT], request[CLIENT]
     engine, metrics, snapshot = context.engine, context.metrics, context.engine.snapshot()
     now_s = time.monotonic()
@@ -86,6 +86,10 @@ async def stats(request: web.Request) -> web.Response:
             "model": engine.base_name,
             "version": __version__,
             "instance": context.cluster.name if context.cluster else None,
+            "max_model_len": engine.max_model_len,
+            "can_chat": engine.tokenizer.can_chat,
+            "can_update": context.allow_lora_updates and context.management is not None,
+            "client": {"admin": client.is_admin, "base_model": client.base_model},
             "draining": snapshot.draining,
             "running": snapshot.running,
             "waiting": snapshot.waiting,

@@ -46,7 +46,8 @@ async def test_an_uploaded_adapter_is_shown_listed_and_deleted(tmp_path: Path, b
             "own_chat_template": False,
             "num_classes": 0,
         }
-        full_card = card | dict.fromkeys(("chat_template", "stop", "sampling", "folder_chat_template"))
+        nothing = dict.fromkeys(("chat_template", "stop", "sampling", "folder_chat_template"))
+        full_card = card | nothing | {"target_modules": ["q_proj"]}
         assert made.json == full_card | {"skipped_files": []}
         assert (await client.get("/v1/adapters/sql-v7")).json == full_card
         assert (await client.get("/v1/adapters")).json == {"object": "list", "data": [card], "refused": []}

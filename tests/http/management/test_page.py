@@ -94,8 +94,30 @@ async def test_each_route_has_the_fields_that_the_page_reads(client: Client) -> 
 
 
 def test_the_page_reads_no_field_that_is_not_in_its_list() -> None:
-    read = set(re.findall(r"\bstats\.(\w+)", SCRIPTS["main.js"]))
+    read = {name for text in SCRIPTS.values() for name in re.findall(r"\bstats\.(\w+)", text)}
     assert read == set(fields_read()["stats"])
+
+
+@pytest.mark.parametrize(
+    ("sender", "allows", "may"),
+    [
+        (Sender("address", is_admin=True), True, {"admin": True, "base_model": True}),
+        (Sender("key-1", base_model=False), False, {"admin": False, "base_model": False}),
+    ],
+    ids=["admin", "limited"],
+)
+async def test_stats_say_what_the_client_may_do(
+    sender: Sender, allows: bool, may: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("caraserve.http.app.authenticate", lambda *_: sender)
+    management: Any = object()
+    stats = (await OneOff(management=management, allow_lora_updates=allows).get("/stats")).json
+    assert (stats["client"], stats["can_update"]) == (may, allows)
+    assert (stats["max_model_len"], stats["can_chat"]) == (1000, True)
+
+
+async def test_a_server_whose_adapters_are_not_managed_takes_no_changes() -> None:
+    assert (await OneOff(allow_lora_updates=True).get("/stats")).json["can_update"] is False
 
 
 @pytest.mark.parametrize("path", ["/stats", "/stats/adapters"])

@@ -1,14 +1,16 @@
 // The table of adapters. The server filters and sorts, and sends at most 100 of however many there are.
 
 import { getJson, reasonOf } from "./api.js";
-import { byId, count, element, setText, size } from "./text.js";
+import { button, byId, count, element, setText, size } from "./text.js";
 
 const TIERS = ["", "device", "host", "disk", "peer", "upload", "loading"];
 const PAUSE_MS = 2000, TYPING_MS = 200;
 const MANY = 2000, MANY_PAUSE_MS = 10000;  // the server looks at every adapter, which takes 0.1 s for 20,000
 
 export class AdapterTable {
-  #comparison;
+  #picker;
+  #isShown;
+  #open;
   #rows = new Map();
   #labels = new Map();
   #tier = "";
@@ -17,8 +19,9 @@ export class AdapterTable {
   #refused = "";
   #pauseMs = PAUSE_MS;
 
-  constructor(comparison) {
-    this.#comparison = comparison;
+  // `isShown` says whether the table is in sight; `open` is called with the name of an adapter to look at.
+  constructor(picker, isShown, open) {
+    [this.#picker, this.#isShown, this.#open] = [picker, isShown, open];
     byId("contains").addEventListener("input", () => this.#later(TYPING_MS));
     for (const tier of TIERS) {
       const label = element("label"), input = element("input"), text = element("span", "", tier || "all");
@@ -36,14 +39,17 @@ export class AdapterTable {
 
   // Shows which adapters are chosen, after a change elsewhere.
   mark() {
+    const names = this.#picker.names;
     for (const [name, row] of this.#rows) {
-      row.box.checked = this.#comparison.names.has(name);
-      row.box.disabled = this.#comparison.isFull && !row.box.checked;
+      row.box.checked = names.includes(name);
+      row.box.disabled = this.#picker.isFull && !row.box.checked;
     }
   }
 
-  async refresh() {
-    if (document.hidden) return this.#later(this.#pauseMs);
+  refreshSoon() { this.#later(0); }
+
+  async #refresh() {
+    if (document.hidden || !this.#isShown()) return this.#later(this.#pauseMs);
     const asked = ++this.#asked;
     try {
       const found = await getJson("stats/adapters", { contains: byId("contains").value, tier: this.#tier });
@@ -57,7 +63,7 @@ export class AdapterTable {
 
   #later(ms) {
     clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => this.refresh(), ms);
+    this.#timer = setTimeout(() => this.#refresh(), ms);
   }
 
   #show({ counts, matching, adapters, refused }) {
@@ -69,9 +75,7 @@ export class AdapterTable {
     }
     this.#labels.get("").textContent = `all ${count(all)}`;
     this.#pauseMs = all > MANY ? MANY_PAUSE_MS : PAUSE_MS;
-    const rows = new Map();
-    if (!this.#tier && !byId("contains").value) rows.set(this.#comparison.base, this.#baseRow());
-    for (const adapter of adapters) rows.set(adapter.name, this.#row(adapter));
+    const rows = new Map(adapters.map(adapter => [adapter.name, this.#row(adapter)]));
     const body = byId("adapters"), old = this.#rows;
     this.#rows = rows;
     const isSame = [...rows.keys()].join() === [...old.keys()].join();
@@ -81,7 +85,7 @@ export class AdapterTable {
     else if (!isSame) body.replaceChildren(...[...rows.values()].map(row => row.line));
     const isFiltered = Boolean(this.#tier || byId("contains").value);
     const more = matching > adapters.length ? `${adapters.length} of ${count(matching)}: filter by name` : "";
-    setText("shown", more || (isFiltered ? `${count(matching)} of ${count(all)} match` : ""));
+    setText("shown", more || (isFiltered ? `${count(matching)} of ${count(all)} match` : all ? "" : "There are no adapters."));
     this.mark();
   }
 
@@ -112,20 +116,15 @@ export class AdapterTable {
     return row;
   }
 
-  #baseRow() {
-    const row = this.#rows.get(this.#comparison.base) ?? this.#newRow(this.#comparison.base);
-    row.cells[0].textContent = "base model";
-    return row;
-  }
-
   #newRow(name) {
-    const line = element("tr"), box = element("input"), first = element("td");
+    const line = element("tr"), box = element("input");
     box.type = "checkbox";
-    box.setAttribute("aria-label", `Compare ${name}`);
-    box.addEventListener("change", () => this.#comparison.choose(name, box.checked));
-    first.append(box);
+    box.setAttribute("aria-label", `${name} answers in the chat`);
+    box.addEventListener("change", () => box.checked ? this.#picker.add(name) : this.#picker.remove(name));
     const cells = ["", "number", "number", "number", "number", "", ""].map(kind => element("td", kind));
-    line.append(first, element("td", "name", name), ...cells);
+    const open = button(name, () => this.#open(name));
+    open.className = "link";
+    line.append(element("td", "", box), element("td", "name", open), ...cells);
     return { line, box, cells };
   }
 }

@@ -1,94 +1,100 @@
-// One answer in the comparison: its text as it arrives, its times, and what the server says of its phases.
+// The answer of one adapter in a turn: its steps, what may be done with it, and how it ended.
 
-import { lines, post, reasonOf } from "./api.js";
-import { count, duration, element } from "./text.js";
+import { bodyOf, newStep } from "./conversation.js";
+import { copyButton, showText } from "./copy.js";
+import { curl, python } from "./snippets.js";
+import { StepView } from "./step.js";
+import { runStep } from "./stream.js";
+import { button, element } from "./text.js";
 
-const PHASES = ["queued", "load", "prefill", "decode"];  // one after another; the others overlap with them
+const ENDS = { length: "cut off at max. tokens", stop: "complete", tool_calls: "calls a function", stopped: "stopped" };
 
-export class Answer {
-  constructor(name, tier) {
-    this.name = name;
-    this.card = element("article");
-    const heading = element("h3", "", name);
-    this.status = element("p", "soft", tier);
-    this.text = element("div", "text");
-    this.text.tabIndex = 0;
-    this.reasoning = element("div", "reasoning soft");
-    this.reasoning.hidden = true;
-    this.words = element("div");
-    this.text.append(this.reasoning, this.words);
-    this.facts = element("dl");
-    this.bar = element("div", "phases");
-    this.bar.setAttribute("aria-hidden", "true");  // the list of facts has the same
-    this.tier = tier;
-    this.card.append(heading, this.status, this.text, this.facts, this.bar);
+export class AnswerCard {
+  #turns;
+  #status = element("p", "soft");
+  #steps = element("div", "steps");
+  #views = [];
+  #actions = element("div", "actions");
+  #isPlain;
+  #page;
+
+  // `turns`: to the one with this answer. `page` has what the buttons do: regenerate(card), sendResults(card).
+  constructor(turns, answer, isPlain, page) {
+    this.#turns = turns;
+    this.answer = answer;
+    this.#isPlain = isPlain;
+    this.#page = page;
+    this.node = element("article", "answer", element("h3", "", answer.name), this.#status, this.#steps, this.#actions);
+    answer.steps.forEach(() => this.#addView());
+    this.draw(false);
   }
 
-  async run(path, body, signal) {
-    const began = performance.now();
-    let first = null, last = null, tokens = null, phases = "", finish = null;
-    this.card.setAttribute("aria-busy", "true");
-    try {
-      const answer = await post(path, body, signal);
-      const instance = answer.headers.get("x-caraserve-instance");
-      if (instance) this.tier += `, answered by ${instance}`;
-      this.#say("answering");
-      for await (const line of lines(answer)) {
-        if (line.startsWith(": phases ")) phases = line.slice(9);
-        if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
-        const event = JSON.parse(line.slice(6));
-        if (event.error) throw new Error(event.error.message);
-        tokens = event.usage?.completion_tokens ?? tokens;
-        const choice = event.choices?.[0], delta = choice?.delta;
-        finish = choice?.finish_reason ?? finish;
-        const reasoning = delta?.reasoning_content ?? delta?.reasoning;  // servers send one, or both
-        const piece = delta?.content ?? choice?.text;
-        if (!reasoning && !piece) continue;
-        last = performance.now();
-        if (first === null) this.#fact("TTFT", duration((first = last) - began));
-        if (reasoning) {
-          this.reasoning.hidden = false;
-          this.reasoning.append(reasoning);
-        }
-        if (piece) this.words.append(piece);
-      }
-      if (tokens > 1) this.#fact("TPOT", duration((last - first) / (tokens - 1)));
-      if (tokens !== null) this.#fact("tokens", count(tokens));
-      this.#fact("total", duration(performance.now() - began));
-      if (phases) this.#showPhases(phases);
-      this.#say(finish === "length" ? "cut off at max. tokens" : "complete");
-    } catch (error) {
-      if (signal.aborted) this.#say("stopped");
-      else this.#fail(reasonOf(error));
-    }
-    this.card.removeAttribute("aria-busy");
+  // Adds a step, which `run` will fill.
+  begin(sent) {
+    this.answer.steps.push(newStep(sent));
+    this.#addView();
+    this.node.setAttribute("aria-busy", "true");
+    this.#say("waiting", false);
+    this.#actions.replaceChildren();
   }
 
-  #say(state) {
-    this.status.textContent = `${this.tier} · ${state}`;
+  // Starts again with the first step.
+  restart(sent) {
+    this.answer.steps.length = this.#views.length = 0;
+    this.#steps.replaceChildren();
+    this.begin(sent);
   }
 
-  #fail(message) {
-    this.status.className = "bad";
-    this.status.textContent = message;
+  // Where the adapter was just before the prompt is sent.
+  set origin(text) { this.#step.facts.tier = text; }
+
+  async run(signal) {
+    const step = this.#step, view = this.#views.at(-1), body = bodyOf(this.#turns, this.answer, this.answer.steps.length - 1);
+    let isAnswering = false;
+    await runStep(step, body, signal, () => {
+      if (!isAnswering) this.#say("answering", false);
+      isAnswering = true;
+      view.later();
+    });
+    this.node.removeAttribute("aria-busy");
   }
 
-  #fact(name, value) {
-    const fact = element("div");
-    fact.append(element("dt", "", name), element("dd", "", value));
-    this.facts.append(fact);
+  // Draws all of it; `isLast`: whether it is in the last turn, where it may be made again and calls may be answered.
+  draw(isLast) {
+    this.#views.forEach((view, at) => view.end(isLast && at === this.#views.length - 1));
+    const step = this.#step;
+    if (!step) return;
+    this.#say(step.error ?? ENDS[step.finish] ?? "was not finished", step.error !== null);
+    const text = () => this.answer.steps.map(one => one.text).filter(Boolean).join("\n\n"), name = this.answer.name;
+    this.#actions.replaceChildren(copyButton(text, `Copy the answer of ${name}`));
+    if (isLast) this.#actions.append(button("Again", () => this.#page.regenerate(this), `Ask ${name} again`));
+    this.#actions.append(
+      button("curl", () => this.#show("curl", curl), `Show what was sent to ${name} as a curl command`),
+      button("Python", () => this.#show("Python", python), `Show what was sent to ${name} as Python`)
+    );
   }
 
-  #showPhases(text) {
-    const phases = new Map(text.split(";").map(pair => pair.split("=")).map(([name, value]) => [name, Number(value)]));
-    for (const name of PHASES) {
-      const part = element("i", name);
-      part.style.flexGrow = phases.get(name) || 0;
-      this.bar.append(part);
-      this.#fact(name, duration(phases.get(name)));
-    }
-    if (phases.get("stalled")) this.#fact("waited for its weights", duration(phases.get("stalled")));
-    if (phases.get("interrupted")) this.#fact("waited for others' loads", duration(phases.get("interrupted")));
-    if (phases.get("cpu_layers")) this.#fact("layers computed by CPU workers", count(phases.get("cpu_layers")));
+  // How it ended, in words.
+  get end() { return this.#status.textContent; }
+
+  get #step() { return this.answer.steps.at(-1); }
+
+  #addView() {
+    const step = this.answer.steps[this.#views.length], { path, fields } = step.sent;
+    const isPlain = this.#isPlain || !path.endsWith("chat/completions") || Boolean(fields.response_format);
+    const view = new StepView(step, isPlain, () => this.#page.sendResults(this));
+    this.#views.push(view);
+    this.#steps.append(view.node);
+  }
+
+  #say(state, isBad) {
+    const tier = this.#step.facts.tier;
+    this.#status.className = isBad ? "bad" : "soft";
+    this.#status.textContent = tier && !isBad ? `${tier} · ${state}` : state;
+  }
+
+  #show(kind, text) {
+    const at = this.answer.steps.length - 1, { path } = this.answer.steps[at].sent;
+    showText(`${kind}: what was sent to ${this.answer.name}`, text(path, bodyOf(this.#turns, this.answer, at)));
   }
 }

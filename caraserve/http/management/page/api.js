@@ -9,11 +9,30 @@ let asking = null;  // the promise of a key that is being typed
 const FIELDS = {
   "stats": [
     "model", "version", "instance", "draining", "running", "waiting", "kv_used_blocks", "kv_total_blocks",
-    "computed_tokens", "first_token", "token_gap", "timeline", "loads"
+    "computed_tokens", "first_token", "token_gap", "timeline", "loads", "max_model_len", "can_chat", "can_update",
+    "client"
   ],
   "stats/adapters": ["counts", "matching", "adapters"],
-  "v1/cluster": ["name", "data"]
+  "v1/cluster": ["name", "data"],
+  "v1/usage": ["since", "data"]
 };
+
+// An answer that says no: its message, the status and the code.
+export class Refusal extends Error {
+  constructor(message, status, code) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+
+export const forgetKey = () => sessionStorage.removeItem(KEY);
+
+export const adapterPath = name => `v1/adapters/${encodeURIComponent(name)}`;
+
+export const aliasPath = name => `v1/aliases/${encodeURIComponent(name)}`;
 
 export async function getJson(path, query = {}) {
   const answer = await send(`${path}?${new URLSearchParams(query)}`);
@@ -23,32 +42,60 @@ export async function getJson(path, query = {}) {
   return document;
 }
 
-export const tierOf = async name => (await (await send(`v1/adapters/${encodeURIComponent(name)}`)).json()).tier;
+export const getText = async path => (await send(path)).text();
 
-export const post = (path, body, signal) =>
-  send(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
+export const post = (path, body, signal) => send(path, { ...asJson("POST", body), signal });
+
+// Changes something and returns what the server says about it.
+export const change = async (method, path, body, headers = {}) =>
+  (await send(path, asJson(method, body, headers))).json();
+
+function asJson(method, body, headers = {}) {
+  if (body === undefined) return { method, headers };
+  return { method, headers: { "Content-Type": "application/json", ...headers }, body: JSON.stringify(body) };
+}
+
+const withKey = headers => hasKey() ? { ...headers, Authorization: `Bearer ${sessionStorage.getItem(KEY)}` } : headers;
 
 async function send(path, options = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
-    const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-    const answer = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
+    const answer = await fetch(path, { ...options, headers: withKey(options.headers), credentials: "omit", cache: "no-store" });
     if (answer.status !== 401) {
-      if (!answer.ok) throw new Error(await reason(answer));
+      if (!answer.ok) throw refusal(answer.status, await answer.text());
       return answer;
     }
     await newKey(key);
   }
 }
 
+// Sends a file; `progress` gets the part that has been sent, from 0 to 1. Only XMLHttpRequest tells that.
+export function upload(path, file, headers, progress, signal) {
+  return new Promise((resolve, reject) => {
+    const request = new XMLHttpRequest();
+    request.open("PUT", path);
+    for (const [name, value] of Object.entries(withKey(headers))) request.setRequestHeader(name, value);
+    request.upload.addEventListener("progress", event => progress(event.total ? event.loaded / event.total : 0));
+    request.addEventListener("load", () => {
+      if (request.status < 300) resolve(JSON.parse(request.responseText));
+      else reject(refusal(request.status, request.responseText));
+    });
+    request.addEventListener("error", () => reject(new TypeError("the connection ended")));
+    request.addEventListener("abort", () => reject(new Error("stopped: nothing was stored")));
+    signal.addEventListener("abort", () => request.abort());
+    request.send(file);
+  });
+}
+
 // The text of an error for the user; browsers have only "Failed to fetch", in words of their own, for a server that is gone.
 export const reasonOf = error => error instanceof TypeError ? "the server is not reachable" : error.message;
 
-async function reason(answer) {
+function refusal(status, text) {
   try {
-    return (await answer.json()).error.message;
+    const { message, code } = JSON.parse(text).error;
+    return new Refusal(message, status, code);
   } catch {
-    return `the server answered with status ${answer.status}`;
+    return new Refusal(`the server answered with status ${status}`, status, null);
   }
 }
 

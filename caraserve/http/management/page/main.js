@@ -1,17 +1,44 @@
 // Polls the server once a second while the page is visible, and gives each part its numbers.
 
 import { AdapterTable } from "./adapters.js";
-import { getJson, reasonOf } from "./api.js";
-import { Comparison } from "./compare.js";
-import { byId, count, duration, element, setText } from "./text.js";
-import { drawTimeline } from "./timeline.js";
+import { forgetKey, getJson, hasKey, reasonOf } from "./api.js";
+import { Chat } from "./chat.js";
+import { AdapterDialog } from "./manage.js";
+import { ServerNumbers } from "./server.js";
+import { Tabs } from "./tabs.js";
+import { byId, setText } from "./text.js";
+import { Upload } from "./upload.js";
 
 const PAUSE_MS = 1000;
-let before = null;  // tokens computed, and when
-let hasNumbers = false;
+let latest = null;  // the newest numbers
+let hasBegun = false;
+let heardMs = 0;  // when they came
 
-const comparison = new Comparison(() => table?.mark());
+const chat = new Chat(() => table?.mark());
+const numbers = new ServerNumbers();
+const upload = new Upload(name => {
+  table.refreshSoon();
+  dialog.show(name);
+});
+const dialog = new AdapterDialog(() => mayChange(latest), () => table.refreshSoon());
 let table = null;
+const tabs = new Tabs(name => {
+  if (latest === null) return;
+  if (name === "server") numbers.showUsage();
+  else if (name === "adapters") table.refreshSoon();
+});
+
+byId("forget").addEventListener("click", () => {
+  forgetKey();
+  location.reload();
+});
+
+const mayChange = stats => stats.can_update && stats.client.admin;
+
+function whyNot(stats) {
+  if (!stats.can_update) return "Adapters cannot be uploaded or changed: start the server with --allow-runtime-lora-updating.";
+  return stats.client.admin ? "" : "Uploads and changes need an admin's key.";
+}
 
 function showState(text, isBad) {
   setText("state", text);
@@ -20,64 +47,34 @@ function showState(text, isBad) {
 
 // Numbers of a server that no longer answers are marked as old.
 function showGone(text) {
-  showState(`${text}; the numbers are old`, true);
-  document.body.classList.add("gone");
-  before = null;
-}
-
-function showNumbers(stats) {
-  setText("model", `${stats.model} · ${stats.version}${stats.instance ? ` · instance ${stats.instance}` : ""}`);
-  setText("running", count(stats.running));
-  setText("waiting", count(stats.waiting));
-  const share = stats.kv_total_blocks ? stats.kv_used_blocks / stats.kv_total_blocks : 0;
-  setText("kv", `${(100 * share).toFixed(0)} %`);
-  setText("kv-blocks", `${count(stats.kv_used_blocks)} of ${count(stats.kv_total_blocks)}`);
-  setText("first50", duration(stats.first_token.p50_ms));
-  setText("first95", duration(stats.first_token.p95_ms));
-  setText("gap50", duration(stats.token_gap.p50_ms));
-  setText("gap95", duration(stats.token_gap.p95_ms));
-  const now = performance.now();
-  if (before) setText("rate", count(Math.max(0, Math.round(1000 * (stats.computed_tokens - before.tokens) / (now - before.now)))));
-  before = { tokens: stats.computed_tokens, now };
-  hasNumbers = true;
-  document.body.classList.remove("gone");
-  showState(stats.draining ? "stopping" : "serving", stats.draining);
-}
-
-function showInstances({ name, data }) {
-  byId("instances").replaceChildren(...data.map(member => {
-    const line = element("tr"), load = member.load;
-    const kv = load?.kv_tokens ? `${(100 * (1 - load.kv_free_tokens / load.kv_tokens)).toFixed(0)} %` : "";
-    const heard = member.name === name ? "this one" : load ? `${load.age_s.toFixed(1)} s ago` : "never";
-    line.append(
-      element("td", "name", member.name), element("td", "", member.address),
-      element("td", "", load ? `${member.state}, ${load.status}` : member.state),
-      ...[load ? count(load.running) : "", load ? count(load.queued) : "", kv, heard].map(text => element("td", "number", text))
-    );
-    return line;
-  }));
+  showState(latest ? `${text}; the numbers are from ${new Date(heardMs).toLocaleTimeString()}` : text, true);
+  document.body.classList.toggle("gone", latest !== null);
+  numbers.forgetRate();
 }
 
 async function refresh() {
   if (document.hidden) return;
   const stats = await getJson("stats");
-  showNumbers(stats);
-  drawTimeline(stats.timeline, stats.loads);
-  byId("instances-section").hidden = stats.instance === null;
-  if (stats.instance !== null) showInstances(await getJson("v1/cluster"));
-  if (table === null) {
-    const { adapters } = await getJson("stats/adapters");
-    comparison.begin(stats.model, adapters.map(adapter => adapter.name));
-    table = new AdapterTable(comparison);
-  }
+  [latest, heardMs] = [stats, Date.now()];
+  document.body.classList.remove("gone");
+  showState(stats.draining ? "stopping" : "serving", stats.draining);
+  setText("model", `${stats.model} · ${stats.version}${stats.instance ? ` · instance ${stats.instance}` : ""}`);
+  byId("forget").hidden = !hasKey();
+  numbers.show(stats, tabs.shown === "server");
+  if (tabs.shown === "server" && stats.instance !== null) await numbers.showInstances();
+  if (hasBegun) return;
+  upload.allow(whyNot(stats));
+  table ??= new AdapterTable(chat.picker, () => tabs.shown === "adapters", name => dialog.show(name));
+  if (tabs.shown === "server") numbers.showUsage();
+  await chat.begin(stats);
+  hasBegun = true;
 }
 
 async function poll() {
   try {
     await refresh();
   } catch (error) {
-    if (hasNumbers) showGone(reasonOf(error));
-    else showState(reasonOf(error), true);
+    showGone(reasonOf(error));
   }
   setTimeout(poll, PAUSE_MS);
 }

@@ -4,11 +4,41 @@ export const byId = id => document.getElementById(id);
 
 export const setText = (id, text) => { byId(id).textContent = text; };
 
-export function element(tag, className = "", text = "") {
+// An element with children, which are elements or texts.
+export function element(tag, className = "", ...children) {
   const made = document.createElement(tag);
   if (className) made.className = className;
-  if (text) made.textContent = text;
+  made.append(...children);
   return made;
+}
+
+export function button(text, onClick, label = "") {
+  const made = element("button", "", text);
+  made.type = "button";
+  if (label) made.setAttribute("aria-label", label);
+  made.addEventListener("click", onClick);
+  return made;
+}
+
+// A field with a label before it, which wraps both: [the label, the field]. `settings` are properties of the field.
+export function field(tag, label, settings = {}) {
+  const made = element(tag);
+  Object.assign(made, settings);
+  return [element("label", "field", element("span", "", label), made), made];
+}
+
+export function choices(select, options, chosen = select.value) {
+  select.replaceChildren(...options.map(([value, text]) => {
+    const option = element("option", "", text);
+    option.value = value;
+    return option;
+  }));
+  select.value = options.some(([value]) => value === chosen) ? chosen : options[0][0];
+}
+
+// A list of facts, pairs of a name and a text.
+export function facts(pairs) {
+  return element("dl", "", ...pairs.map(([name, text]) => element("div", "", element("dt", "", name), element("dd", "", text))));
 }
 
 export function duration(ms) {
@@ -25,3 +55,5 @@ export function size(bytes) {
 }
 
 export const count = number => number.toLocaleString("en");
+
+export const counted = (number, one, several = `${one}s`) => `${count(number)} ${number === 1 ? one : several}`;
