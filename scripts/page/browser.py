@@ -68,16 +68,19 @@ class Browser:
             raise Failed(f"{expression}: {found['exceptionDetails']['exception'].get('description')}")
         return found["result"].get("value")
 
-    async def until(self, expression: str, what: str) -> Any:
-        """Waits until an expression is true, and returns its value. It may fail while the page is still loading. Raises
-        Failed, which says `what` has not happened."""
-        async with asyncio.timeout(_WAIT_S):
-            try:
-                while not (value := await self.run(f"(() => {{ try {{ return {expression} }} catch {{}} }})()")):
-                    await asyncio.sleep(_LOOK_S)
-                return value
-            except (TimeoutError, asyncio.CancelledError):
-                raise Failed(f"after {_WAIT_S:.0f} s: {what}") from None
+    async def until(self, expression: str, what: str) -> None:
+        """Waits until an expression is true. It may fail while the page is still loading. Raises Failed, which says
+        `what` is wrong."""
+        clock = asyncio.get_running_loop().time
+        ends_s = clock() + _WAIT_S
+        while not await self.run(f"(() => {{ try {{ return Boolean({expression}) }} catch {{ return false }} }})()"):
+            if clock() > ends_s:
+                raise Failed(f"after {_WAIT_S:.0f} s: {what}")
+            await asyncio.sleep(_LOOK_S)
+
+    def forget(self, part: str) -> None:
+        """Drops complaints that were meant to come."""
+        self.complaints = [one for one in self.complaints if part not in one]
 
     async def text(self, selector: str) -> str:
         """Returns the text of an element, empty if there is none."""
@@ -91,20 +94,21 @@ class Browser:
     async def click(self, selector: str) -> None:
         """Presses the left button over the middle of an element, which is scrolled into sight. Raises Failed."""
         place = await self.run(
-            f"(() => {{ const one = document.querySelector({json.dumps(selector)}); one?.scrollIntoView({{ block: 'center' }});"
+            f"(() => {{ const one = document.querySelector({json.dumps(selector)});"
+            "one?.scrollIntoView({ block: 'center' });"
             "const { x, y, width, height } = one?.getBoundingClientRect() ?? {};"
             "return width ? [x + width / 2, y + height / 2] : null })()"
         )
         if place is None:
             raise Failed(f"there is no {selector} to click")
         for kind in ("mousePressed", "mouseReleased"):
-            await self.call(
-                "Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1
-            )
+            await self.call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
 
     async def write(self, selector: str, text: str) -> None:
         """Replaces the text of a field, as by typing."""
-        await self.run(f"(() => {{ const one = document.querySelector({json.dumps(selector)}); one.focus(); one.select?.() }})()")
+        await self.run(
+            f"(() => {{ const one = document.querySelector({json.dumps(selector)}); one.focus(); one.select?.() }})()"
+        )
         await (self.type(text) if text else self.press("Delete"))
 
     async def type(self, text: str) -> None:
@@ -117,6 +121,11 @@ class Browser:
         for kind in ("keyDown", "keyUp"):
             pressed = {"type": kind, "key": key, "windowsVirtualKeyCode": code, "modifiers": 8 * shift}
             await self.call("Input.dispatchKeyEvent", **pressed, text=text if kind == "keyDown" else "")
+
+    async def press_letter(self, letter: str) -> None:
+        """Presses the key of a letter or a digit."""
+        for kind in ("keyDown", "keyUp"):
+            await self.call("Input.dispatchKeyEvent", type=kind, key=letter, text=letter if kind == "keyDown" else "")
 
     async def choose_files(self, selector: str, paths: Sequence[Path]) -> None:
         """Chooses files in a field for files."""

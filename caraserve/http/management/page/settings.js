@@ -46,7 +46,8 @@ export class Settings {
       this.#add("stop", "textarea", "Stop strings, one on a line; \\n is a line's end", { rows: 2, spellcheck: false }),
       this.#add("reasoning_effort", "select", "Reasoning"),
       this.#part("Tools", this.#add("tools", "textarea", "Functions that may be called, as JSON", { rows: 6, spellcheck: false }),
-        this.#add("tool_choice", "select", "Call one"), this.#example("tools", TOOLS)),
+        this.#add("tool_choice", "select", "Call one"),
+        this.#add("several_calls", "input", "Several calls in one answer", { type: "checkbox" }), this.#example("tools", TOOLS)),
       this.#part("JSON schema", this.#add("schema", "textarea", "Schema that answers follow", { rows: 6, spellcheck: false }),
         this.#example("schema", SCHEMA)),
       this.#add("plain", "input", "Show answers as they are, without Markdown", { type: "checkbox" }),
@@ -96,7 +97,7 @@ export class Settings {
     if (stop.length) fields.stop = stop;
     const tools = isChat ? this.#json("tools", Array.isArray, "a list of functions") : undefined;
     const schema = this.#json("schema", value => typeof value === "object" && value !== null, "an object");
-    if (tools?.length) Object.assign(fields, { tools, tool_choice: this.#chosen() });
+    if (tools?.length) Object.assign(fields, { tools, tool_choice: this.#chosen(), parallel_tool_calls: this.#field("several_calls").checked });
     if (schema) fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
     if (isChat && this.#field("reasoning_effort").value) fields.reasoning_effort = this.#field("reasoning_effort").value;
     if (!byId("settings-form").checkValidity()) {

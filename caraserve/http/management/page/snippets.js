@@ -7,9 +7,9 @@ const KEY = "CARASERVE_API_KEY";  // the environment variable with the key, whic
 // Fields that the client's function takes by name; it sends others with extra_body.
 const NAMED = new Set([
   "model", "messages", "prompt", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop",
-  "tools", "tool_choice", "response_format", "reasoning_effort"
+  "tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort"
 ]);
-const ONLY_IN_CHATS = new Set(["tools", "tool_choice", "response_format", "reasoning_effort"]);
+const ONLY_IN_CHATS = new Set(["tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort"]);
 
 export function curl(path, body) {
   const parts = [`curl -N ${quoted(new URL(path, document.baseURI).href)}`, `-H 'Content-Type: application/json'`];

@@ -52,8 +52,8 @@ export class Thread {
     const at = this.#turns.length, turn = this.conversation.turns[at], turns = this.conversation.turns.slice(0, at + 1);
     const actions = { regenerate: card => this.#again(card), sendResults: card => this.#goOn(card) };
     const cards = turn.answers.map(answer => new AnswerCard(turns, answer, this.#page.settings.isPlain, actions));
-    const node = element("section", "turn", this.#prompt(at), element("div", "answers", ...cards.map(card => card.node)));
-    node.setAttribute("aria-label", `Turn ${at + 1}`);
+    const node = element("section", "turn", element("h2", "hidden", `Turn ${at + 1}`), this.#prompt(at),
+      element("div", "answers", ...cards.map(card => card.node)));
     this.#turns.push({ node, cards });
     this.node.append(node);
     return cards;
