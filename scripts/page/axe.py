@@ -13,7 +13,7 @@ from scripts.page.browser import Browser, Failed
 
 _VERSION = "4.14.1"
 _SHA256 = "29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c"
-_FETCH_S = 60.0
+_FETCH_S = 20.0
 
 
 def source() -> str | None:

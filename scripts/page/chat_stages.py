@@ -167,9 +167,16 @@ async def reasoning_and_markdown(page: Browser) -> None:
     lines = "".join(f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n" for delta in deltas)
     await page.run(
         "window.kept = window.fetch; window.fetch = async (path, options) => options.method !== 'POST' ?"
-        f"window.kept(path, options) : new Response({json.dumps(lines + 'data: [DONE]')})"
+        "window.kept(path, options) : new Response(new ReadableStream({ start(stream) {"
+        "const write = text => stream.enqueue(new TextEncoder().encode(text)); write(': prefill 5 of 9 tokens\\n\\n');"
+        f"window.go = () => {{ write({json.dumps(lines + 'data: [DONE]')}); stream.close() }} }} }}))"
     )
-    await say(page, "Show me Markdown.")
+    await page.write("#prompt", "Show me Markdown.")
+    await page.press("Enter")
+    progress = "/prefill 5 of 9 tokens$/.test(document.querySelector('article p').textContent)"
+    await page.until(progress, "the progress of a prompt is not shown")
+    await page.run("window.go()")
+    await page.until(_ENDED, "the answer does not end")
     await page.run("window.fetch = window.kept")
     shown = await page.run(
         "(() => { const at = selector => document.querySelector('.markdown ' + selector)?.textContent; return ["

@@ -91,6 +91,7 @@ async def pictures(program: str) -> dict[str, bytes]:
                 await begin(page, "caraserve-demo", "pirate", "poet")
                 await say(page, "Tell me about the sea.")
                 await say(page, "Tell me about bread.")
+                await asyncio.sleep(0.3)  # in which the end comes into sight
                 await page.run("document.activeElement.blur()")
                 found["page_chat.png"] = await page.picture()
                 await page.run("document.querySelector('#tab-server').click()")

@@ -51,10 +51,11 @@ export class AnswerCard {
   async run(signal) {
     const step = this.#step, view = this.#views.at(-1), body = bodyOf(this.#turns, this.answer, this.answer.steps.length - 1);
     let isAnswering = false;
-    await runStep(step, body, signal, () => {
+    await runStep(step, body, signal, progress => {
+      if (progress) return this.#say(progress, false);
       if (!isAnswering) this.#say("answering", false);
       isAnswering = true;
-      view.later();
+      return view.later();
     });
     this.node.removeAttribute("aria-busy");
   }

@@ -2,7 +2,8 @@
 
 import { lines, post, reasonOf } from "./api.js";
 
-// Never throws: what goes wrong is noted too. `changed` is called after each event.
+// Never throws: what goes wrong is noted too. `changed` is called after each event that has a part of the answer, and for a
+// long prompt before those, with how much of it is computed.
 export async function runStep(step, body, signal, changed) {
   const began = performance.now(), facts = step.facts;
   let first = null, last = null;
@@ -13,6 +14,7 @@ export async function runStep(step, body, signal, changed) {
     facts.ignored = answer.headers.get("x-caraserve-ignored") ?? undefined;
     for await (const line of lines(answer)) {
       if (line.startsWith(": phases ")) facts.phases = phasesIn(line.slice(9));
+      if (line.startsWith(": prefill ")) changed(line.slice(2));
       if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
       const event = JSON.parse(line.slice(6));
       if (event.error) throw new Error(event.error.message);
