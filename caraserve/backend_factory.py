@@ -1,10 +1,12 @@
 """Builds the backend of --device, with the defaults of the CPU or the GPU."""
 
+import importlib
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,8 +15,8 @@ from caraserve.core.backend import Backend
 from caraserve.core.machine_profile import Profile
 from caraserve.core.matrix_copy import CopyMatrices
 from caraserve.errors import ConfigError, ModelLoadError
-from caraserve.gpu.driver.detect import detect
-from caraserve.gpu.driver.environment import prepare_environment
+from caraserve.gpu.driver.detect import DeviceChoice, detect, has_packages
+from caraserve.gpu.driver.environment import library_folder, prepare_environment
 from caraserve.model.checkpoint import open_tensors
 from caraserve.model.dtype import DTYPES, NAMES, Dtype
 from caraserve.model.formats import TensorReader
@@ -38,6 +40,7 @@ _CPU_SEQS, _GPU_SEQS = 64, 256
 # Past the roofline's knee: larger chunks gain nothing.
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 256, 2048
 _KV_SHARE, _KV_MOST_BYTES = 0.3, 8 << 30  # default size of the KV cache: this share of free memory, at most 8 GiB
+_GPU_PACKAGES = "torch", "triton.language", "cupy"
 _SWITCH_S = 0.0005  # Python's thread switch interval: the device waits for the threads that launch work
 
 
@@ -78,14 +81,47 @@ class ServingBackend(Backend, Protocol):
         """Returns how many kernels were compiled or loaded after the start."""
 
 
+class DeviceSearch:
+    """Finds the device of --device on a thread, while a model's files are read; on a machine with a GPU's driver and
+    packages, another thread imports these, which takes seconds."""
+
+    def __init__(self, wanted: str) -> None:
+        self._threads, self._is_closed = ThreadPoolExecutor(2, "caraserve-device"), False
+        self._choice = self._threads.submit(lambda: detect(wanted))
+        if wanted != "cpu" and library_folder() is not None and has_packages():
+            prepare_environment()  # here, as other threads may read the environment while one imports
+            self._threads.submit(self._import)
+
+    def choice(self) -> DeviceChoice:
+        """Waits for the device, and for imports. Raises ConfigError as `detect` does."""
+        self._threads.shutdown()
+        return self._choice.result()
+
+    def close(self) -> None:
+        """Imports nothing more than what is being imported, which ends before the process does."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _import(self) -> None:
+        for package in _GPU_PACKAGES:
+            if not self._is_closed:
+                with suppress(ImportError):  # raised again by who needs it
+                    importlib.import_module(package)
+
+
 def build_backend(
-    plan: DecoderPlan, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None = None
+    plan: DecoderPlan,
+    model: ModelConfig,
+    engine: EngineConfig,
+    lora: LoraConfig,
+    trace: Trace | None = None,
+    search: DeviceSearch | None = None,
 ) -> ServingBackend:
     """Returns a backend on the device of --device, with compiled kernels; its LoRA workers are not started.
 
-    Raises ConfigError or ModelLoadError.
+    `search`: for this device, begun earlier. Raises ConfigError or ModelLoadError.
     """
-    choice = detect(engine.device)
+    choice = (search or DeviceSearch(engine.device)).choice()
     if choice.note:
         log.warning("%s", choice.note)
     check_options(plan, model, engine, lora, choice.device)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from caraserve import demo
-from caraserve.backend_factory import ADAPTER_SLOTS, ServingBackend, build_backend, compile_copies
+from caraserve.backend_factory import ADAPTER_SLOTS, DeviceSearch, ServingBackend, build_backend, compile_copies
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.machine_profile import Profile
@@ -134,6 +134,8 @@ async def build_engine(
     observers = observers or EngineObservers()
     folder = model_config.model
     assert folder is not None, "with_demo comes first"
+    search = DeviceSearch(engine_config.device)
+    stack.callback(search.close)
     plan = load_plan(folder)
     tokenizer = load_tokenizer(
         *(folder, plan, model_config.chat_template, model_config.tool_call_parser),
@@ -151,7 +153,7 @@ async def build_engine(
     trace = None if engine_config.trace is None else Trace(engine_config.trace)
     if trace is not None:
         stack.callback(trace.close)
-    backend = build_backend(plan, model_config, engine_config, lora_config, trace)
+    backend = build_backend(plan, model_config, engine_config, lora_config, trace, search)
     stack.callback(backend.close)
     with progress("measuring this machine", 100, done="machine measured") as advance:
         profile = prepare_machine(

@@ -31,6 +31,7 @@ from caraserve.telemetry.trace import Trace
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.001  # between two polls while anything is being copied
+_IDLE_S = 0.5  # without a job, before a graph is captured that could wait
 _NICE = -5  # of the launching thread, where the system allows it: the device may wait for this thread
 
 Done = Callable[[StepResult | Exception], None]
@@ -73,14 +74,26 @@ class CudaBackend:
         return self._parts.warm_up_steps
 
     def warm_up(self, advance: Callable[[], None] = lambda: None) -> None:
-        """Loads every kernel and captures the graphs; to be called once, before any batch. Raises the errors of both.
-        Kernels that are loaded later are counted and logged."""
+        """Loads every kernel and captures graphs, but for those of large prompts, which are captured while there is no
+        job; to be called once, before any batch. Raises the errors of both. Kernels that are loaded later are counted
+        and logged."""
 
         def warm_up() -> None:
             self._parts.warm_up(advance)
             self._late_kernels.watch()
 
         self._on_thread(warm_up)
+
+    def capture_late_graphs(self) -> None:
+        """Captures the graphs now that would be captured while there is no job; nothing may run. Raises DriverError."""
+
+        def capture() -> None:
+            for lane in Lane:
+                self._parts.context.timelines.settle(lane)
+            while self._parts.capture_late():
+                pass
+
+        self._on_thread(capture)
 
     def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:
         """Starts the CPU LoRA workers; to be called once. Returns at once: until they run, prefills wait for their
@@ -211,7 +224,7 @@ class CudaBackend:
             try:
                 job = self._jobs.get(timeout=self._wait_s())
             except Empty:
-                job = self._parts.poll
+                job = self._poll_or_capture
             if job is None:
                 break
             try:
@@ -225,11 +238,19 @@ class CudaBackend:
             self._parts.assisted.await_return(_POLL_S)
             self._parts.poll()
 
+    def _poll_or_capture(self) -> None:
+        if self._parts.is_busy:
+            self._parts.poll()
+        else:
+            self._parts.capture_late()
+
     def _wait_s(self) -> float | None:
         """Returns how many seconds to wait for a job before the next poll; None: without a limit."""
         if self._parts.assisted.is_issuing:
             return 0.0
-        return _POLL_S if self._parts.is_busy else None
+        if self._parts.is_busy:
+            return _POLL_S
+        return _IDLE_S if self._parts.has_late_graphs else None
 
     def _launch(self, batch: Batch, done: Done) -> None:
         try:

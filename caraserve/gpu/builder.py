@@ -28,17 +28,18 @@ from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.driver.streams import NOTHING, Lane, SideStream, Timelines
 from caraserve.gpu.forward.batch import BatchWriter, DeviceBatch, make_batch
 from caraserve.gpu.forward.decoder import Decoder, DecoderPass, issue_pass
-from caraserve.gpu.forward.graphs import NODE_BYTES, Bucket, CapturedGraphs, GraphSet, expert_nodes
+from caraserve.gpu.forward.graphs import NODE_BYTES, Bucket, CapturedGraphs, GraphSet, Passes, expert_nodes
 from caraserve.gpu.forward.iteration import IterationRunner, LaneResources
 from caraserve.gpu.forward.warm_up import issue_products, product_rows, warm_up_shapes
 from caraserve.gpu.memory.adapter_tables import AdapterTables
-from caraserve.gpu.memory.adapters import DeviceImages, RegisteredMemory
+from caraserve.gpu.memory.adapters import DeviceImages
 from caraserve.gpu.memory.copier import TIMED_BYTES, AdapterCopier, DeviceContext
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, SYNC_SLOTS, HostRegion
 from caraserve.gpu.memory.link_queue import LinkQueue
 from caraserve.gpu.memory.masks import LaneMasks, mask_bytes
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape, all_groups
 from caraserve.gpu.memory.pool import GRANULE_BYTES, DevicePool
+from caraserve.gpu.memory.registered_memory import RegisteredMemory
 from caraserve.gpu.memory.request_state import (
     BLOCK_TOKENS,
     RequestSlots,
@@ -104,6 +105,7 @@ class BackendParts:
         """Allocates the memory and builds the parts. `wake` makes the launching thread poll. Raises ConfigError if the
         device is too small or host memory cannot be pinned."""
         self.plan, self.device = plan, device
+        self._reported = 0  # graphs that cannot be captured
         try:
             self._build(weights, sizes, wake, trace)
         except torch.OutOfMemoryError as error:
@@ -204,11 +206,11 @@ class BackendParts:
         return len(shapes) + 1 + assisted + self.captured_graphs.count
 
     def warm_up(self, advance: Callable[[], None]) -> None:
-        """Runs every kernel once in each of its forms, then captures the graphs; on the launching thread."""
+        """Runs every kernel once in each of its forms, then captures the graphs that a first request may need; on the
+        launching thread."""
         lane, timelines, merged = self.lanes[0], self.context.timelines, self.merged
         stream = timelines.streams[Lane.COMPUTE]
-        self.context.ring.send(lane.batch.words.data_ptr(), lane.host.empty())
-        self.context.ring.flush()
+        self._empty_batch()
         for shape in warm_up_shapes(lane.capacity, self.limits.max_context, all_groups(self.plan)):
             issue_pass(lane.decoder.make_pass(shape), stream, len(self.plan.layers))
             timelines.settle(Lane.COMPUTE)
@@ -221,23 +223,57 @@ class BackendParts:
         advance()
         if self.limits.assisted_batches:
             self.assisted.warm_up(advance)
-        self._time_link()
-        self.captured_graphs.make_gates(self.device.device)
         self.device.synchronize()
+        self._passes = self._make_passes()
+        self.captured_graphs.capture_first(self._passes, self.device.device, advance)
+        self._host.await_all()  # so that no request waits for it, nor for the driver's locks meanwhile
+        self._time_link()
+        self._report_failures(self.assisted.graphs.count + self.captured_graphs.count)
 
+    def _make_passes(self) -> Passes:
+        """Returns how the passes of iterations are captured."""
+        lane, timelines, merged = self.lanes[0], self.context.timelines, self.merged
+        stream = timelines.streams[Lane.COMPUTE]
         side = SideStream(self.device.driver, timelines.streams[Lane.LORA])
 
-        def pass_for(bucket: Bucket, shape: PassShape) -> DecoderPass:
+        def make(bucket: Bucket, shape: PassShape) -> DecoderPass:
             weights = merged.weights if merged is not None and bucket.merged else None
             return lane.decoder.make_pass(shape, weights=weights, side=side)
 
-        self.captured_graphs.capture_all(pass_for, stream, lambda: timelines.settle(Lane.COMPUTE), advance)
-        if failures := [*self.assisted.graphs.failures, *self.captured_graphs.failures]:
+        return Passes(make, stream, lambda: timelines.settle(Lane.COMPUTE))
+
+    @property
+    def has_late_graphs(self) -> bool:
+        """True if graphs of large prompts have not been captured, which `capture_late` does."""
+        return self.captured_graphs.has_late
+
+    def capture_late(self) -> bool:
+        """Captures a graph of a large prompt, if there is one and nothing runs on the device or is about to, for whose
+        release a capture might have to wait; on the launching thread. Returns whether it has tried."""
+        timelines, is_idle = self.context.timelines, not self.is_busy and not self.assisted.is_open
+        if not self.has_late_graphs or not is_idle or timelines.passed() != timelines.issued():
+            return False
+        self._empty_batch()
+        if not self.captured_graphs.capture_next(self._passes):
+            self._report_failures(self.assisted.graphs.count + self.captured_graphs.total)
+        return True
+
+    def _empty_batch(self) -> None:
+        """Makes the batch in device memory one without rows, as passes find it that run before they are captured."""
+        lane = self.lanes[0]
+        self.context.ring.send(lane.batch.words.data_ptr(), lane.host.empty())
+        self.context.ring.flush()
+
+    def _report_failures(self, count: int) -> None:
+        """Warns of graphs, of `count`, that cannot be captured, once for those that are there now."""
+        failures = [*self.assisted.graphs.failures, *self.captured_graphs.failures]
+        if len(failures) > self._reported:
             log.warning(
                 "%d of %d graphs cannot be captured, so what would take them is launched kernel by kernel, which takes "
                 "longer: %s",
-                *(len(failures), self.assisted.graphs.count + self.captured_graphs.count, failures[0]),
+                *(len(failures), count, failures[self._reported]),
             )
+        self._reported = len(failures)
 
     def _time_link(self) -> None:
         """Measures the link, before any adapter is in the pool, whose bytes it overwrites."""
@@ -254,10 +290,9 @@ class BackendParts:
             waiter.close()
         self.watchdog.close()
         self.workers.close()
-        region = self.region.region
         with contextlib.suppress(DriverError):  # the device may have failed
-            self.device.driver.unregister_host(region.base)
-        region.close()
+            self._host.close()
+        self.region.region.close()
 
 
 def _capacities(plan: DecoderPlan, weights: Weights, sizes: GpuSizes) -> tuple[Capacity, Capacity]:
@@ -293,14 +328,12 @@ def _host_memory(
     masks = [mask_bytes(capacity.rows, mask_words(plan.vocab_size)) for capacity in capacities]
     rings = _RING_BYTES, _ASSIST_RING_BYTES if sizes.lora_cpus else PAGE_BYTES
     region = HostRegion(plan, dtype, len(sizes.lora_cpus), rings, block_bytes, blocks, masks, sizes.host_bytes)
-    base, num_bytes = region.region.base, region.region.num_bytes
+    arena = region.region.offset(int(region.arena.ctypes.data)) if region.arena.size else region.region.num_bytes
     try:
-        return region, RegisteredMemory(base, driver.register_host(base, num_bytes))
-    except DriverError as error:
+        return region, RegisteredMemory(driver, region.region, arena)
+    except ConfigError:
         region.region.close()
-        raise ConfigError(
-            f"{human_bytes(num_bytes)} of host memory cannot be pinned ({error}); lower --max-host-adapters-bytes"
-        ) from error
+        raise
 
 
 def _channels(device: GpuDevice, region: HostRegion, host: RegisteredMemory) -> DeviceContext:

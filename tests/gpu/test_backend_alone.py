@@ -16,8 +16,10 @@ import pytest
 from caraserve.core.batch import Batch, BlockGrant, DeviceLost, ScheduledRow, SlotSampling, SlotStart, StepResult
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.errors import CopyFailed
+from caraserve.gpu import backend as gpu_backend
 from caraserve.gpu.driver.api import DriverError
 from caraserve.gpu.driver.streams import Lane
+from caraserve.gpu.forward import graphs
 from caraserve.gpu.memory.adapters import DeviceImages
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
 from caraserve.kv.memory_budget import MemoryBudget
@@ -247,6 +249,47 @@ def test_the_link_is_measured_before_serving(subject: Subject, monkeypatch: pyte
     monkeypatch.setattr(HostDriver, "link_time", lambda driver, stream, num_bytes: later(num_bytes / 1e8))
     with alone(subject[0]) as host:
         assert 0.2e8 < host.parts.context.queue.bytes_per_s < 1.05e8
+
+
+def test_large_prompts_take_graphs_once_these_are_captured_which_happens_while_nothing_runs(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then they are launched kernel by kernel. No capture begins beside a batch."""
+    model, _, oracle = subject
+    results: SimpleQueue[Outcome] = SimpleQueue()
+    monkeypatch.setattr(graphs, "_FIRST_TOKENS", 32)  # of 64
+    monkeypatch.setattr(gpu_backend, "_IDLE_S", PATIENCE_S)
+    with alone(model, graph_bytes=1 << 30) as host:
+        assert host.parts.has_late_graphs
+        before, host.driver.held = host.driver.replays, {Lane.COMPUTE}
+        host.backend.launch(base_plan(0), results.put)
+        assert not host.on_launching_thread(host.parts.capture_late)
+        host.driver.held = set()
+        check_base(oracle, 0, results.get(timeout=PATIENCE_S))
+        assert host.driver.replays == before
+        host.backend.capture_late_graphs()
+        assert not host.parts.has_late_graphs
+        host.backend.launch(base_plan(1), results.put)
+        check_base(oracle, 1, results.get(timeout=PATIENCE_S))
+        assert host.driver.replays == before + 1
+
+
+def test_graphs_of_large_prompts_are_captured_without_being_asked_for(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured, capture = threading.Event(), graphs.CapturedGraphs.capture_next
+
+    def capturing(made: graphs.CapturedGraphs, passes: graphs.Passes) -> bool:
+        has_more = capture(made, passes)
+        if not has_more:
+            captured.set()
+        return has_more
+
+    monkeypatch.setattr(graphs.CapturedGraphs, "capture_next", capturing)
+    monkeypatch.setattr(graphs, "_FIRST_TOKENS", 32)
+    monkeypatch.setattr(gpu_backend, "_IDLE_S", 0.001)
+    with alone(subject[0], graph_bytes=1 << 30):
+        assert captured.wait(PATIENCE_S)
 
 
 def later(seconds: float) -> Callable[[], bool]:

@@ -34,11 +34,12 @@ from caraserve.gpu.forward.decoder import issue_pass
 from caraserve.gpu.forward.iteration import Done, LaneResources, return_results, values_of
 from caraserve.gpu.forward.lanes import capture
 from caraserve.gpu.forward.lora_pass import HandOffMemory
-from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages, RegisteredMemory
+from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages
 from caraserve.gpu.memory.copier import DeviceContext
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, HostRegion, x_stride
 from caraserve.gpu.memory.link_queue import LoraSource, choose_source
 from caraserve.gpu.memory.pass_shape import PassShape, all_groups
+from caraserve.gpu.memory.registered_memory import RegisteredMemory
 from caraserve.gpu.memory.request_state import RequestSlots
 from caraserve.gpu.memory.results import Results
 from caraserve.gpu.memory.sync_slots import RegionWords, SyncSlot

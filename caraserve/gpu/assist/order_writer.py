@@ -22,9 +22,9 @@ from caraserve.gpu.kernels.work_orders import (
     work_order_bytes,
     work_orders,
 )
-from caraserve.gpu.memory.adapters import RegisteredMemory
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, HostRegion, x_stride
 from caraserve.gpu.memory.link_queue import LoraSource
+from caraserve.gpu.memory.registered_memory import RegisteredMemory
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import DecoderPlan, GroupShape
 

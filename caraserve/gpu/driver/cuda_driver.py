@@ -61,8 +61,8 @@ class _Registered:
 
     @property
     def borders(self) -> list[int]:
-        """Device addresses at which two chunks meet."""
-        return [self.device + chunk - self.chunks[0] for chunk in self.chunks[1:]]
+        """Device addresses at which chunks begin: the one before may belong to memory registered by another call."""
+        return [self.device + chunk - self.chunks[0] for chunk in self.chunks]
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class CudaDriver:
         self._torch = torch or CudaTorch(device)
         self._has_memory_operations = bool(cuda.attribute(Attribute.CAN_USE_64_BIT_STREAM_MEM_OPS, handle))
         self._registered: dict[int, _Registered] = {}  # by host address
-        self._borders: list[int] = []  # sorted device addresses where chunks meet; a copy across one is split
+        self._borders: list[int] = []  # sorted device addresses where chunks begin; a copy across one is split
         self._captures: dict[Stream, int] = {}  # by stream: torch's number of allocations when the capture began
         self._queues = _Queues()
         self._enter()
@@ -223,12 +223,17 @@ class CudaDriver:
         except DriverError:
             self.unregister_host(host_address)
             raise
-        self._borders = sorted(border for known in self._registered.values() for border in known.borders)
+        self._find_borders()
         return made.device
 
     def unregister_host(self, host_address: int) -> None:
         for chunk in self._registered.pop(host_address).chunks:
             self._call("cuMemHostUnregister", chunk)
+        self._find_borders()
+
+    def _find_borders(self) -> None:
+        """Notes all borders anew; other threads find either the old ones or the new ones."""
+        self._borders = sorted(border for known in list(self._registered.values()) for border in known.borders)
 
     def run(self, stream: Stream, issue: Callable[[], None]) -> None:
         self._enter()

@@ -158,6 +158,11 @@ def installed(*, has_gpu: bool = True) -> Installed:
     )
 
 
+def has_packages() -> bool:
+    """Returns whether all packages that a GPU needs are installed, torch with CUDA."""
+    return _torch_cuda() is not None and all(find_spec(package) is not None for package in ("cupy", "triton"))
+
+
 def _version(package: str) -> str:
     try:
         return metadata.version(package)

@@ -25,6 +25,7 @@ from caraserve.gpu.memory.adapter_tables import AdapterTables, Column, Vocabular
 from caraserve.gpu.memory.copier import CopyRequest, DeviceContext
 from caraserve.gpu.memory.link_queue import LayerGroup, layer_groups
 from caraserve.gpu.memory.pool import DevicePool, Grant, Move
+from caraserve.gpu.memory.registered_memory import RegisteredMemory
 from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import align_up
 
@@ -33,17 +34,6 @@ log = logging.getLogger(__name__)
 Loaded = Callable[[Exception | None], None]
 # What waits for memory: a function that tries it and returns whether it is done, and one that gives it up.
 _Attempt = tuple[Callable[[], bool], Callable[[Exception], None]]
-
-
-@dataclass(frozen=True, slots=True)
-class RegisteredMemory:
-    """Registered host memory, which may have another address on the device."""
-
-    host_base: int
-    device_base: int
-
-    def on_device(self, host_address: int) -> int:
-        return host_address - self.host_base + self.device_base
 
 
 @dataclass(slots=True)
@@ -254,7 +244,10 @@ class DeviceImages:
 
     def _place(self, slot: int, groups: tuple[LayerGroup, ...]) -> bool:
         bound = self.bound[slot]
-        stored = bound.stored
+        stored, data = bound.stored, bound.adapter.data
+        source = int(data.ctypes.data) if data.size else 0  # an empty array has no address
+        if source:
+            self._host.await_range(source, data.size)
         grant = self.pool.place(slot, stored.num_bytes, self._timelines.next(Lane.COMPUTE))
         if grant is None:
             return False
@@ -268,10 +261,9 @@ class DeviceImages:
             self.pool.unpin(slot)
             self._end_load(slot, None)
 
-        source = self._host.on_device(int(bound.adapter.data.ctypes.data)) if bound.adapter.data.size else 0
         image = CopyRequest(
             slot=slot,
-            source=source,
+            source=self._host.on_device(source) if source else 0,
             target=base + grant.start,
             num_bytes=stored.num_bytes,
             groups=groups,

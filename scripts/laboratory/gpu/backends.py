@@ -105,7 +105,7 @@ def cuda_backend(
 ) -> Iterator[CudaBackend]:
     """Yields a CUDA backend with `weights`, with those in `folder`, or with random ones if both are None.
 
-    `device` replaces the setup's device. With `warm`, CUDA graphs are captured first.
+    `device` replaces the setup's device. With `warm`, all CUDA graphs are captured first.
     """
     used = setup.open(dtype)[0] if device is None else device
     used.enter_thread()
@@ -117,6 +117,7 @@ def cuda_backend(
     try:
         if warm:
             backend.warm_up()
+            backend.capture_late_graphs()
         yield backend
     finally:
         backend.close()

@@ -13,12 +13,13 @@ from caraserve.cpu import handoff
 from caraserve.gpu.assist.lane import AssistedChunk
 from caraserve.gpu.assist.order_writer import ChunkOrders, WorkOrderWriter
 from caraserve.gpu.kernels.work_orders import work_order_bytes
-from caraserve.gpu.memory.adapters import RegisteredMemory
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, HostRegion, delta_bytes, x_bytes, x_stride
 from caraserve.gpu.memory.link_queue import LoraSource
+from caraserve.gpu.memory.registered_memory import RegisteredMemory
 from caraserve.gpu.memory.sync_slots import SyncSlot
 from caraserve.model.dtype import Dtype
 from caraserve.profiling.microbench import adapter_spec
+from scripts.laboratory.gpu.null_device import NullDriver
 from tests.gpu.small_model import mixed_plan
 
 WORKERS, ON_DEVICE = 3, 1 << 40
@@ -41,11 +42,19 @@ def region(dtype: Dtype) -> Iterator[HostRegion]:
     made.region.close()
 
 
+class FarDriver(NullDriver):
+    """Maps host memory to another address."""
+
+    def register_host(self, host_address: int, num_bytes: int) -> int:
+        return ON_DEVICE
+
+
 def write(
     region: HostRegion, dtype: Dtype, sources: Sequence[LoraSource], groups: Sequence[Collection[int]], idle: int
 ) -> ChunkOrders:
     """Writes the work orders of a chunk in the second sync slot, `idle` of whose workers are idle, twice."""
-    memory, buffers = RegisteredMemory(region.region.base, ON_DEVICE), region.hand_off_buffers[1]
+    memory = RegisteredMemory(FarDriver(), region.region, region.region.num_bytes)
+    buffers = region.hand_off_buffers[1]
     adapter: Any = SimpleNamespace(spec=ADAPTER, data=region.arena)
     slot = SyncSlot.at(buffers.sync_slot, len(GROUPS) * LAYERS, GENERATION)
     chunk = AssistedChunk(1, slot, sources, groups, READY, 5)

@@ -73,6 +73,16 @@ def test_no_copy_spans_two_registered_chunks(chopped: DriverCase) -> None:
     ).all()
 
 
+def test_no_copy_spans_memory_that_two_calls_have_registered(case: DriverCase) -> None:
+    """The stub library rejects copies that do."""
+    both = np.random.default_rng(1).integers(1, 255, 64, np.uint8)
+    host = case.driver.register_host(both.ctypes.data, 40)
+    assert case.driver.register_host(both.ctypes.data + 40, 24) == host + 40
+    case.driver.copy_to_device(case.device, host, 64, case.stream)
+    assert (case.on_device()[:64] == both).all()
+    assert case.stub.calls("cuMemcpyAsync")[:2] == [(40,), (24,)]
+
+
 @pytest.mark.parametrize(("pitch", "width"), [(40, 40), (48, 30), (16, 16), (200, 150)])
 def test_no_row_copy_spans_two_registered_chunks(chopped: DriverCase, pitch: int, width: int) -> None:
     """A chunk may end within a row or between two rows, and a row may span several chunks."""

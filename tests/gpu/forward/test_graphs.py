@@ -185,10 +185,13 @@ def test_a_graph_that_exceeds_the_memory_left_is_not_kept() -> None:
 # --- the order of captures ---
 
 
-def test_all_graphs_that_fit_are_captured_the_largest_first() -> None:
+def test_all_graphs_that_fit_are_captured_those_of_large_prompts_last_and_the_largest_of_both_first() -> None:
     chosen = graphs().to_capture()
     assert set(chosen) == set(buckets(ROWS, TOKENS))
-    assert [bucket.size for bucket in chosen] == sorted((bucket.size for bucket in chosen), reverse=True)
+    first, late = ([bucket.size for bucket in chosen if bucket.is_late is is_late] for is_late in (False, True))
+    assert [bucket.size for bucket in chosen] == sorted(first, reverse=True) + sorted(late, reverse=True)
+    assert {bucket.is_late for bucket in chosen if not bucket.is_mixed} == {False}
+    assert (max(first), min(late)) == (256, 384)
 
 
 def test_decode_graphs_come_first_when_memory_is_short() -> None:
