@@ -27,7 +27,9 @@ _LOOK_S = 0.0002  # between two reads of words that a worker in another process 
 _AHEAD = 40  # most operations that a stream may run during one query of another stream
 _NO_NUMBER = 0xFF  # NaN, if every byte has this value
 _HOST = 0  # the host's thread, as a stream
-BEFORE = {"bgmv_expand": "bgmv_shrink"}  # by kernel that begins early: the one beside which it may run
+BEFORE = dict.fromkeys(
+    ("bgmv_expand", "bgmv_expand_apart"), "bgmv_shrink"
+)  # by kernel that begins early: the one beside which it may run
 
 Clock = dict[int, int]  # by stream: number of its operations that come before
 Span = tuple[int, int]  # addresses [start, end)

@@ -9,6 +9,7 @@ from caraserve.core.lora_layout import A_COLUMNS, MAX_RANK, PANEL, aligned_bytes
 from caraserve.cpu.weight_memory import convert
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.bgmv_work import PLANES, adapter_items, plan_items
+from caraserve.gpu.kernels.work_orders import delta_columns
 from caraserve.model.dtype import Dtype, to_float32
 from caraserve.util.units import align_up
 from tests.gpu.emulator import run, run_early
@@ -85,11 +86,19 @@ class LoraCase:
         return cuda_launch.WeightTables(**names, slots=len(self.dtypes))
 
     def run(
-        self, x: NDArray[np.float64], y: NDArray[np.float64], row_slots: list[int], grid: int = 3, seed: int = 0
+        self,
+        x: NDArray[np.float64],
+        y: NDArray[np.float64],
+        row_slots: list[int],
+        grid: int = 3,
+        seed: int = 0,
+        *,
+        apart: bool = False,
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Returns (y + LoRA from the kernels, the same in fp64), both [rows, columns of all projections].
 
-        x and y are rounded to the activations' dtype; the bytes after each row of x are NaN.
+        x and y are rounded to the activations' dtype; the bytes after each row of x are NaN. `apart`: the kernels leave
+        the sums apart, which are added to y here.
         """
         rows, step = len(row_slots), self.activation.storage.itemsize
         x_stride, starts = (
@@ -127,12 +136,43 @@ class LoraCase:
             if launch == "shrink":
                 source = cuda_launch.ActivationRows(address(x_data), x_stride, self.inputs)
                 run(cuda_launch.shrink(grid, self.tables(), items, source, planes), self.activation, seed)
+            elif apart:
+                columns, stride = delta_columns(self.outputs)
+                sums: NDArray[np.float32] = aligned_bytes(4 * rows * stride).view(np.float32).reshape(rows, stride)
+                sums[:] = np.nan
+                target = cuda_launch.ActivationRows(address(sums), stride, stride)
+                places = cuda_launch.Projections(columns, self.outputs)
+                made = cuda_launch.expand_apart(grid, self.tables(), items, planes, target, places)
+                run_early(made, self.activation, part, seed)
+                self._add(y_rows, spans, sums, columns, row_slots)
             else:
                 target = cuda_launch.ActivationRows(address(y_data), y_stride, int(starts[-1]))
                 places = cuda_launch.Projections(tuple(starts[:-1].tolist()), self.outputs)
                 made = cuda_launch.expand(grid, self.tables(), items, planes, target, places)
                 run_early(made, self.activation, part, seed)
         return np.concatenate([self._float(y_rows[:, span]) for span in spans], axis=1), expected
+
+    def _add(
+        self,
+        y: NDArray[np.generic],
+        spans: list[slice],
+        sums: NDArray[np.float32],
+        columns: tuple[int, ...],
+        row_slots: list[int],
+    ) -> None:
+        """Adds sums to rows of y as the kernels do: one fused operation for the sum, one for the vectors."""
+        ranks, scales = self._weights["rank"], self._weights["scale"].astype(np.float64)
+        for projection, (span, first) in enumerate(zip(spans, columns, strict=True)):
+            width = self.outputs[projection]
+            for row, slot in enumerate(row_slots):
+                if ranks[projection, slot] == 0:
+                    continue
+                value = self._float(y[row, span])
+                value = np.float32(scales[projection, slot] * sums[row, first : first + width] + value)
+                if (projection, slot) in self.vectors:
+                    factor, bias = self.vectors[projection, slot].astype(np.float64)
+                    value = np.float32(factor * value + bias)
+                y[row, span] = convert(value, Dtype.F32, self.activation)
 
     def _float(self, values: NDArray[np.generic]) -> NDArray[np.float64]:
         return to_float32(np.ascontiguousarray(values), self.activation).astype(np.float64)

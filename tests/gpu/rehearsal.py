@@ -89,6 +89,7 @@ SMALL = CheckEffort(
     gqa_shape=Shape(hidden=64, layers=1, intermediate=96, vocab=160, heads=4, kv_heads=1),
     gqa_contexts=(16,),
     long_context=17,
+    added_adapters=2,
     long_batches=(1, 2),
     warm_shape=Shape(hidden=64, layers=1, intermediate=96, vocab=160, heads=4, kv_heads=2),
     warm_batches=(1,),

@@ -19,23 +19,24 @@ from caraserve.gpu.attention.triton import TritonDecode, TritonPrefill
 from caraserve.gpu.forward import decoder, lora_pass
 from caraserve.gpu.forward.batch import NO_TOKEN
 from caraserve.gpu.kernels.grouped import GroupedMatrix
+from caraserve.gpu.kernels.heads import Heads
 from caraserve.gpu.kernels.lora import Segments, SiteTables
+from caraserve.gpu.kernels.lora_sums import LoraSums
+from caraserve.gpu.kernels.norms import NormWeights
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from caraserve.gpu.kernels.vocabulary import VocabularyTables
 from caraserve.gpu.linear import fp8, grouped, int8, quantized
 from caraserve.gpu.linear.base import TORCH_CODES
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.dtype import Code, Dtype
+from caraserve.model.plan import Activation
 from caraserve.util.units import align_up
 from tests.gpu_device import plain_layers
 from tests.gpu_device.grouped_codes import plain_values
 from tests.gpu_device.nearest_codes import nearest_codes
 from tests.gpu_device.plain_layers import attend
 
-_LAYERS = (
-    *("embed", "add_and_norm", "rotate_and_append", "activate", "multiply_by_gate", "apply_experts", "cap_logits"),
-    "apply_delta_net",
-)
+_LAYERS = "embed", "multiply_by_gate", "apply_experts", "cap_logits", "apply_delta_net"
 
 
 @contextmanager
@@ -47,7 +48,10 @@ def torch_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in _LAYERS:
             patch.setattr(decoder, name, getattr(plain_layers, name))
-        for name in ("change_embeddings", "change_logits", "embed_grouped"):
+        for name in (
+            *("add_and_norm", "rotate_and_append", "activate"),
+            *("change_embeddings", "change_logits", "embed_grouped"),
+        ):
             patch.setattr(decoder, name, globals()[name])
         patch.setattr(TritonDecode, "attend", attend_decode)
         patch.setattr(TritonPrefill, "attend", attend_prefill)
@@ -124,6 +128,63 @@ def lora_expand(
                     factor, bias = _at(vectors, (2, align_up(width, PANEL)), Dtype.F32)[:, :width]
                     out = out * factor + bias
                 y[rows, column : column + width] = out.to(y.dtype)
+
+
+def add_and_norm(
+    hidden: Tensor,
+    delta: Tensor | None,
+    out: Tensor | None,
+    pre: NormWeights | None,
+    post: NormWeights | None = None,
+    multiplier: float = 1.0,
+    scalar: float = 1.0,
+    rows: Tensor | None = None,
+    lora: LoraSums | None = None,
+) -> None:
+    if lora is not None:
+        assert delta is not None
+        (role,) = lora.places
+        delta = with_lora(delta, lora, role)
+    plain_layers.add_and_norm(hidden, delta, out, pre, post, multiplier, scalar, rows)
+
+
+def rotate_and_append(
+    projected: Tensor, tokens: TokenTables, cache: PagedCache, heads: Heads, lora: LoraSums | None = None
+) -> None:
+    for role in () if lora is None else lora.places:
+        first, count = getattr(heads, role), heads.heads if role == "q" else heads.kv_heads
+        columns = projected[:, first : first + count * heads.head_dim]
+        columns.copy_(with_lora(columns, lora, role))
+    plain_layers.rotate_and_append(projected, tokens, cache, heads)
+
+
+def activate(
+    gate: Tensor | None,
+    up: Tensor,
+    out: Tensor,
+    kind: Activation,
+    row_gate: Tensor | None = None,
+    lora: LoraSums | None = None,
+) -> None:
+    if lora is not None:
+        gate, up = None if gate is None else with_lora(gate, lora, "gate"), with_lora(up, lora, "up")
+    plain_layers.activate(gate, up, out, kind, row_gate)
+
+
+def with_lora(product: Tensor, lora: LoraSums, role: str) -> Tensor:
+    """Returns a projection's product, [tokens, outputs], with the LoRA whose sums are kept apart; bit by bit what
+    bgmv_expand would leave in memory, but for sums in double precision that round twice."""
+    result, (site, first), width = product.clone(), lora.places[role], product.shape[1]
+    for token, slot in enumerate(lora.slots[: len(product)].tolist()):
+        if int(lora.tables.rank[site, slot]) == 0:
+            continue
+        total = lora.sums[token, first : first + width].double()
+        row = (product[token].double() + float(lora.tables.scale[site, slot]) * total).float()
+        if vectors := int(lora.tables.vectors[site, slot]):
+            factor, bias = _at(vectors, (2, align_up(width, PANEL)), Dtype.F32)[:, :width].double()
+            row = (row.double() * factor + bias).float()
+        result[token] = row.to(product.dtype)
+    return result
 
 
 def change_embeddings(

@@ -21,6 +21,9 @@ def check_bgmv(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     adapters = Adapters(acc, site, layers=1, pool_bytes=setup.effort.lora_pool_bytes, seed=case)
     batch = DecodingRows(acc, adapters, rows, seed=case)
     before, expected = batch.y.clone(), batch.expected(0)
+    if site.outputs[0] == setup.effort.shape.hidden:  # other widths would be compiled for each case
+        by_norm = batch.added_by_norm(0)
+        check_close(f"LoRA added by a norm, case {case}, {acc.dtype.name}", by_norm, expected, TOLERANCE[acc.dtype])
     batch.issue(0)
     acc.settle()
     worst = check_close(f"decode LoRA, case {case}, {acc.dtype.name}", batch.results(), expected, TOLERANCE[acc.dtype])

@@ -45,6 +45,7 @@ class DeviceBatch:
     tile_tokens: Tensor  # int32 [tiles]
     segments: Segments
     outputs: Outputs
+    lora_slots: Tensor  # int32 [tokens], slots of the adapters that BGMV serves, 0 for all other tokens
     adapters: Tensor  # int32 [tokens], slots of the adapters that change the embedding or the head, else 0
     embedded: Tensor  # int32 [rows, or tokens], tokens whose hidden states are embeddings
     masked: MaskedRows
@@ -56,6 +57,7 @@ def _places(capacity: Capacity) -> dict[str, slice]:
     sizes = {
         "slot": capacity.tokens,
         "position": capacity.tokens,
+        "lora_slot": capacity.tokens,
         "adapter": capacity.tokens,
         "row_token": capacity.rows,
         "tile_first": capacity.tiles,
@@ -145,7 +147,9 @@ class BatchWriter:
         sizes = int(first[-1]), int(decodes.sum()), tiles, len(outputs.token), segments
         context = self._put_positions(words, rows, counts, steps, decodes)
         shape = PassShape(*sizes, bool(for_bgmv.any()), context, frozenset(groups), bool(vocabulary))
-        return FilledBatch(shape, np.repeat(for_bgmv, counts), counts, steps, decodes)
+        bgmv_slots = np.repeat(for_bgmv, counts)
+        self._put(words, "lora_slot", bgmv_slots)
+        return FilledBatch(shape, bgmv_slots, counts, steps, decodes)
 
     def move(self, words: Ints, rows: tuple[ScheduledRow, ...], filled: FilledBatch) -> PassShape:
         """Writes the positions of rows that differ from those of a filled batch only in them; returns their shape."""
@@ -234,6 +238,7 @@ def make_batch(plan: DecoderPlan, capacity: Capacity, max_rank: int, device: tor
     return DeviceBatch(
         words=words,
         tokens=TokenTables(at["slot"], at["position"]),
+        lora_slots=at["lora_slot"],
         adapters=at["adapter"],
         row_token=at["row_token"],
         tile_first=at["tile_first"],

@@ -5,7 +5,7 @@ in `added`; the next block's first step adds it to the residual stream, after it
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from torch import Tensor
@@ -22,6 +22,7 @@ from caraserve.gpu.kernels.elementwise import activate, cap_logits, embed, multi
 from caraserve.gpu.kernels.experts import apply_experts
 from caraserve.gpu.kernels.grouped import embed_grouped
 from caraserve.gpu.kernels.heads import rotate_and_append
+from caraserve.gpu.kernels.lora_sums import LoraSums
 from caraserve.gpu.kernels.norms import NormWeights, add_and_norm
 from caraserve.gpu.kernels.sampling import Outputs, SamplerState, sample, score
 from caraserve.gpu.kernels.vocabulary import change_embeddings, change_logits
@@ -78,8 +79,25 @@ class BlockSteps:
     first: Group
     last: Group | None  # None: experts compute all that the block adds
     columns: Mapping[str, slice]  # of each role in what the first group writes
-    before: BlockWeights | None
+    before: "BlockSteps | None" = field(repr=False)
     weights: BlockWeights
+    is_final: bool  # no block adds its result: the final norm does
+
+    @property
+    def adds_lora_of_first(self) -> bool:
+        """Whether the kernel that reads the first group's product next can add LoRA to it, and reads all of it."""
+        roles = self.columns.keys()
+        if isinstance(self.body, Attention):
+            heads = self.weights.heads
+            return roles <= {"q", "k", "v"} and heads is not None and heads.is_one_launch
+        return isinstance(self.body, Mlp) and roles <= {"gate", "up"}
+
+    @property
+    def adds_lora_of_last(self) -> bool:
+        """Whether the next block's first step can add LoRA to the last group's product, of which it reads all."""
+        return (
+            self.last is not None and len(self.last.sites) == 1 and self.weights.experts is None and not self.is_final
+        )
 
 
 def block_steps(plan: DecoderPlan, weights: Weights) -> list[list[BlockSteps]]:
@@ -87,11 +105,13 @@ def block_steps(plan: DecoderPlan, weights: Weights) -> list[list[BlockSteps]]:
     made, before = list[list[BlockSteps]](), None
     for index, layer in enumerate(plan.layers):
         blocks = []
+        final = layer.blocks[-1] if index == len(plan.layers) - 1 else None
         for number, (block, own) in enumerate(zip(layer.blocks, weights.layers[index].blocks, strict=True)):
             first, *others = (group for group in layer.groups if group.block == number)
             last = others[0] if others else None
-            blocks.append(BlockSteps(index, block.body, first, last, columns_of(first), before, own))
-            before = own
+            parts = index, block.body, first, last, columns_of(first)
+            before = BlockSteps(*parts, before, own, is_final=block is final)
+            blocks.append(before)
         made.append(blocks)
     return made
 
@@ -116,6 +136,12 @@ class Decoder:
         self.lora = LoraLane(plan, batch, tables, workspace, device)
         self.sampler = SamplerState(state.sampling, state.history, workspace.weights, workspace.counts)
         self.blocks = block_steps(plan, weights)
+        every = [block for blocks in self.blocks for block in blocks]
+        # Layer and index of the groups whose product is next read by a kernel that can add LoRA to it.
+        self.added_later = {(block.layer, block.first.index) for block in every if block.adds_lora_of_first}
+        self.added_later |= {
+            (block.layer, block.last.index) for block in every if block.last is not None and block.adds_lora_of_last
+        }
 
     @property
     def hidden(self) -> Tensor:
@@ -182,7 +208,7 @@ class DecoderPass:
         self._weights = decoder.weights if merged is None else merged
         self._lora: LoraPass | None = None
         if merged is None and shape.has_lora:
-            self._lora = decoder.lora.pass_over(shape, hand_offs, side)
+            self._lora = decoder.lora.pass_over(shape, hand_offs, side, decoder.added_later)
         self._hands_off, self._shapes = hand_offs is not None, decoder.plan.shapes_of_groups
         self.blocks: Sequence[Sequence[BlockSteps]] = decoder.blocks
         self._rows = decoder.workspace.activations.first(shape.tokens)
@@ -223,9 +249,12 @@ class DecoderPass:
         rows, pre, before = self._rows, block.weights.pre, block.before
         if before is None and pre is None:
             return
-        added = None if before is None else rows.added
         out = None if pre is None else rows.normed
-        self._run(stream, lambda: add_last_and_norm(rows.hidden, added, out, pre, before))
+        if before is None:
+            self._run(stream, lambda: add_and_norm(rows.hidden, None, out, pre))
+            return
+        lora, of = self._sums(before.layer, before.last), before.weights
+        self._run(stream, lambda: add_last_and_norm(rows.hidden, rows.added, out, pre, of, lora=lora))
 
     def project(self, layer: int, group: int, stream: Stream) -> None:
         """Multiplies a group's rows by the base weights."""
@@ -271,8 +300,8 @@ class DecoderPass:
             gate, row_gate = (
                 self._of_role(block, role) if role in block.columns else None for role in ("gate", "shared_gate")
             )
-            up, kind = self._of_role(block, "up"), block.body.activation
-            self._run(stream, lambda: activate(gate, up, out, kind, row_gate))
+            up, kind, lora = self._of_role(block, "up"), block.body.activation, self._sums(block.layer, block.first)
+            self._run(stream, lambda: activate(gate, up, out, kind, row_gate, lora))
 
     def add_experts(self, block: BlockSteps, stream: Stream) -> None:
         """Computes what a block's experts add to the output of its shared expert, or its output if there is none."""
@@ -303,6 +332,10 @@ class DecoderPass:
             self._columns[key] = self._rows.outputs[shape][:, columns]
         return self._columns[key]
 
+    def _sums(self, layer: int, group: Group | None) -> LoraSums | None:
+        """Returns the LoRA that the kernel which reads a group's product has to add, if there is any."""
+        return None if self._lora is None or group is None else self._lora.sums(layer, group.index)
+
     def _run(self, stream: Stream, issue: Callable[[], None]) -> None:
         self._decoder.driver.run(stream, issue)
 
@@ -319,7 +352,8 @@ class DecoderPass:
         assert heads is not None
         assert how is not None
         assert cache is not None
-        self._run(stream, lambda: rotate_and_append(projected, tokens, cache, heads))
+        lora = self._sums(block.layer, block.first)
+        self._run(stream, lambda: rotate_and_append(projected, tokens, cache, heads, lora))
         queries = self._of_role(block, "q")
 
         def attend() -> None:
@@ -363,19 +397,17 @@ class DecoderPass:
 
 def add_last_and_norm(
     hidden: Tensor,
-    added: Tensor | None,
+    added: Tensor,
     out: Tensor | None,
     norm: NormWeights | None,
-    before: BlockWeights | None,
+    before: BlockWeights,
     rows: Tensor | None = None,
+    lora: LoraSums | None = None,
 ) -> None:
     """Adds the result of the block `before` to the residual stream, and norms the sum; see `add_and_norm`."""
-    if before is None:
-        add_and_norm(hidden, added, out, norm, rows=rows)
-    else:
-        add_and_norm(hidden, added, out, norm, before.post, before.multiplier, before.scalar, rows)
+    add_and_norm(hidden, added, out, norm, before.post, before.multiplier, before.scalar, rows, lora)
 
 
 def outputs_between(outputs: Outputs, start: int, end: int) -> Outputs:
     """Returns places [start, end) of the wanted tokens."""
-    return Outputs(*(getattr(outputs, field.name)[start:end] for field in fields(Outputs)))
+    return Outputs(*(getattr(outputs, each.name)[start:end] for each in fields(Outputs)))

@@ -3,11 +3,12 @@ CPU workers.
 
 A batch may have rows of both kinds: each kind has its own rows of `part`, and both kernels read the same device tables.
 Each computes x Aᵀ, which may run beside the base product of x, and adds the product with B to what that has written. A
-captured pass has a side stream for the first, so that only the second makes it longer; launched kernel by kernel, the
-events would take the host longer than they save the device.
+captured pass has a side stream for the first, so that only the second makes it longer. Of few decoding rows that stream
+computes both, and the kernel that reads the base product next adds them (kernels/lora_sums.py). Launched kernel by
+kernel, the events would take the host longer than they save the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -23,9 +24,10 @@ from caraserve.gpu.kernels import cuda_launch, work_orders
 from caraserve.gpu.kernels.bgmv_work import most_items
 from caraserve.gpu.kernels.cuda_launch import BLOCKS_PER_SM, BYTES_THREADS
 from caraserve.gpu.kernels.lora import Segments, SiteTables, lora_expand, lora_shrink
+from caraserve.gpu.kernels.lora_sums import LoraSums
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.pass_shape import PassShape
-from caraserve.gpu.memory.workspace import Workspace
+from caraserve.gpu.memory.workspace import MOST_SUMS, Workspace
 from caraserve.model.dtype import Dtype
 from caraserve.model.linear_plan import accumulated
 from caraserve.model.plan import DecoderPlan, GroupShape
@@ -105,70 +107,115 @@ class LoraLane:
         activations = workspace.activations
         rows = zip(plan.group_shapes, activations.inputs, activations.outputs, strict=True)
         self.max_rank = workspace.parts[0].shape[-1]
+        self.grid = BLOCKS_PER_SM * device.kernels.multiprocessors
         self.buffers = [_SharedBuffers.of(shape, x, y) for shape, x, y in rows]  # by group shape
         self.shapes_of_groups = plan.shapes_of_groups
-        places = [(layer, group.index) for layer, one in enumerate(plan.layers) for group in one.groups]
+        groups = [(layer, group) for layer, one in enumerate(plan.layers) for group in one.groups]
+        places = [(layer, group.index) for layer, group in groups]
         self.triton_tables = {place: tables.for_triton(*place) for place in places}
         self._raw_tables = {place: tables.for_launch(*place) for place in places}
         self._for_decoding: dict[tuple[int, int], tuple[Launch, Launch]] = {}
+        self._roles = {(layer, group.index): [site.role for site in group.sites] for layer, group in groups}
 
     def pass_over(
-        self, shape: PassShape, assist: HandOffMemory | None = None, side: SideStream | None = None
+        self,
+        shape: PassShape,
+        assist: HandOffMemory | None = None,
+        side: SideStream | None = None,
+        added_later: Collection[tuple[int, int]] = (),
     ) -> "LoraPass":
-        """Returns the LoRA of a pass of this shape. `side`: for what may run beside the base products."""
-        return LoraPass(self, shape, assist, side)
+        """Returns the LoRA of a pass of this shape. `side`: for what may run beside the base products. `added_later`:
+        layer and index of the groups whose product is next read by a kernel that can add its LoRA."""
+        return LoraPass(self, shape, assist, side, added_later)
 
     def for_decoding(self, layer: int, group: int) -> tuple[Launch, Launch]:
         """Returns the shrink and expand launches of rows that decode. They are the same for every batch, and made
         once."""
         if (layer, group) not in self._for_decoding:
             tables, shape = self._raw_tables[layer, group], self.shapes_of_groups[layer][group]
-            items, of, room = self.batch.lists.of(shape), self.buffers[shape], self.workspace.parts[shape]
-            part = cuda_launch.ShrinkBuffer(room.data_ptr(), *room.shape[1:])
-            grid = BLOCKS_PER_SM * self.kernels.multiprocessors
+            items, of, part = self.batch.lists.of(shape), self.buffers[shape], self.part(shape)
             self._for_decoding[layer, group] = (
-                cuda_launch.shrink(grid, tables, items[0], of.x_rows, part),
-                cuda_launch.expand(grid, tables, items[1], part, of.y_rows, of.projections),
+                cuda_launch.shrink(self.grid, tables, items[0], of.x_rows, part),
+                cuda_launch.expand(self.grid, tables, items[1], part, of.y_rows, of.projections),
             )
         return self._for_decoding[layer, group]
+
+    def part(self, shape: int) -> cuda_launch.ShrinkBuffer:
+        """Returns what shrink writes for the groups of a shape."""
+        room = self.workspace.parts[shape]
+        return cuda_launch.ShrinkBuffer(room.data_ptr(), *room.shape[1:])
+
+    def apart(self, layer: int, group: int) -> tuple[Launch, LoraSums]:
+        """Returns the launch that leaves the sums of rows that decode apart, which follows their shrink, and where."""
+        place, shape = (layer, group), self.shapes_of_groups[layer][group]
+        of, sums = self.buffers[shape], self.workspace.sums[shape]
+        rows = cuda_launch.ActivationRows(sums.data_ptr(), sums.stride(0), sums.shape[1])
+        projections = cuda_launch.Projections(of.delta_columns, of.projections.outputs)
+        launch = cuda_launch.expand_apart(
+            self.grid, self._raw_tables[place], self.batch.lists.of(shape)[1], self.part(shape), rows, projections
+        )
+        places = {role: (site, of.delta_columns[site]) for site, role in enumerate(self._roles[place])}
+        return launch, LoraSums(sums, self.batch.lora_slots, self.triton_tables[place], places)
 
 
 class LoraPass:
     """Issues the LoRA of one pass. Allocates nothing on the device. A group is named by its layer and its index in
     it."""
 
-    def __init__(self, lane: LoraLane, shape: PassShape, assist: HandOffMemory | None, side: SideStream | None) -> None:
+    def __init__(
+        self,
+        lane: LoraLane,
+        shape: PassShape,
+        assist: HandOffMemory | None,
+        side: SideStream | None,
+        added_later: Collection[tuple[int, int]],
+    ) -> None:
         self._lane, self._shape, self._assist, self._side = lane, shape, assist, side
         cut, count = lane.batch.segments, shape.segments
         self._segments = Segments(cut.order, cut.first[:count], cut.rows[:count], cut.slot[:count])
+        few = side is not None and shape.has_items and not shape.segments and shape.tokens <= MOST_SUMS
+        self._apart = {place: lane.apart(*place) for place in added_later if few and self._has(*place)}
+
+    def sums(self, layer: int, group: int) -> LoraSums | None:
+        """Returns what the kernel that reads a group's product next has to add, None for nothing."""
+        apart = self._apart.get((layer, group))
+        return None if apart is None else apart[1]
 
     def begin(self, layer: int, group: int, stream: Stream) -> None:
         """Starts what a group's LoRA computes of x alone, beside what is issued on `stream` until `add`; without a side
         stream that does all."""
-        if self._side is None or not (parts := self._parts(layer, group)):
+        if self._side is None or not self._has(layer, group):
             return
 
         def issue(beside: Stream) -> None:
-            for shrink, _ in parts:
+            for shrink, _ in self._parts(layer, group):
                 shrink(beside)
+            if (layer, group) in self._apart:
+                launch, _ = self._apart[layer, group]
+                self._lane.kernels.launch(self._sized(launch, layer, group, 1), beside)
 
         self._side.fork(stream, issue)
 
     def add(self, layer: int, group: int, stream: Stream, gate: Tensor | None = None) -> None:
-        """Adds the LoRA of weights on the device. `gate`: int32 [1]; nothing is added to prompts if it is not 0."""
+        """Adds the LoRA of weights on the device, unless a later kernel does (`sums`). `gate`: int32 [1]; nothing is
+        added to prompts if it is not 0."""
+        if not self._has(layer, group):
+            return
         parts = self._parts(layer, group, gate)
         if self._side is None:
             for shrink, expand in parts:
                 shrink(stream)
                 expand(stream)
-        elif parts:
+            return
+        self._side.join(stream)
+        if (layer, group) in self._apart:
+            return
+        *others, (_, last) = parts  # others: at most one, which adds to other rows
+        for _, expand in others:
+            self._side.fork(stream, expand)
+        last(stream)
+        for _ in others:
             self._side.join(stream)
-            *others, (_, last) = parts  # others: at most one, which adds to other rows
-            for _, expand in others:
-                self._side.fork(stream, expand)
-            last(stream)
-            for _ in others:
-                self._side.join(stream)
 
     def publish(self, layer: int, group: int, stream: Stream) -> None:
         """Copies x to the workers unless the layer has arrived; see `DecoderPass.publish`."""
@@ -202,25 +249,32 @@ class LoraPass:
             raise AssertionError("a pass without memory for hand-offs has none")
         return self._assist
 
+    def _has(self, layer: int, group: int) -> bool:
+        """Returns whether an adapter of the batch may have a module of a group."""
+        return self._shape.has_lora and self._lane.shapes_of_groups[layer][group] in self._shape.groups
+
     def _parts(self, layer: int, group: int, gate: Tensor | None = None) -> list[tuple[_Issue, _Issue]]:
         """Returns what issues the products with A and with B, of decoding rows and of segments, if there are any."""
-        if (shape := self._lane.shapes_of_groups[layer][group]) not in self._shape.groups:
-            return []
         parts = [self._of_items(layer, group)] if self._shape.has_items else []
         if self._shape.segments:
             tables = self._lane.triton_tables[layer, group]
+            shape = self._lane.shapes_of_groups[layer][group]
             parts.append(self._of_segments(shape, tables if gate is None else replace(tables, gate=gate)))
         return parts
 
     def _of_items(self, layer: int, group: int) -> tuple[_Issue, _Issue]:
         kernels, (shrink, expand) = self._lane.kernels, self._lane.for_decoding(layer, group)
         if self._side is not None:
-            # Blocks without items would take multiprocessors from the base product for a microsecond.
-            of, rank = self._lane.buffers[self._lane.shapes_of_groups[layer][group]], self._lane.max_rank
-            most = most_items(self._shape.decode_rows, rank, of.projections.outputs, Dtype.BF16)
-            shrink = replace(shrink, grid=min(shrink.grid, most[0]))
-            expand = replace(expand, grid=min(expand.grid, most[1]), begins_early=False)  # it follows the base product
+            shrink, expand = (self._sized(one, layer, group, at) for at, one in enumerate((shrink, expand)))
+            expand = replace(expand, begins_early=False)  # it follows the base product
         return lambda stream: kernels.launch(shrink, stream), lambda stream: kernels.launch(expand, stream)
+
+    def _sized(self, launch: Launch, layer: int, group: int, which: int) -> Launch:
+        """Returns a launch of no more blocks than there are items: others would take multiprocessors from the base
+        product for a microsecond. `which`: 0 for shrink, 1 for expand."""
+        outputs = self._lane.buffers[self._lane.shapes_of_groups[layer][group]].projections.outputs
+        most = most_items(self._shape.decode_rows, self._lane.max_rank, outputs, Dtype.BF16)
+        return replace(launch, grid=min(launch.grid, most[which]))
 
     def _of_segments(self, shape: int, tables: SiteTables) -> tuple[_Issue, _Issue]:
         of, room, run, cut = self._lane.buffers[shape], self._lane.workspace, self._lane.driver.run, self._segments

@@ -6,6 +6,9 @@
 // K is always cut into four planes and every sum has one order, whatever else is in the batch: no atomics, nothing to
 // zero, and a row's bits depend on its own x and adapter alone. core/lora_layout.py defines the layout of weights.
 //
+// Expand adds to y, or leaves its sums apart, for a kernel that reads y later and adds them as expand would
+// (kernels/lora_sums.py): then it need not wait for y.
+//
 // From compute capability 9.0 on, blocks of expand begin as those of shrink end. Until shrink has ended they read only
 // what no kernel writes meanwhile: items, tables and weights.
 //
@@ -147,22 +150,52 @@ KERNEL __launch_bounds__(THREADS, 5) bgmv_shrink(
     }
 }
 
-// Columns of a projection's outputs in a row of y.
+// Columns of a projection's outputs in a row of y, and what becomes of their sums.
 struct Target {
+    typedef activation type;
     int column;
     int outputs;
     float scale;
     const float* vectors; // factors of the outputs, padded to panels, then biases; null: the adapter has none
     int fours; // not 0: four columns are written at once, see `Projections` in cuda_launch.py
+
+    // Adds the sums of four columns, of which y has `left`, from `at` on.
+    DEVICE_MEMBER void put(activation* to, int at, int left, const float (&total)[4]) const {
+        float v[4];
+        if (fours)
+            load_four(to, v);
+        else
+            load_few(to, left, v);
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = fmaf(scale, total[i], v[i]);
+        if (vectors != nullptr) apply_vectors(vectors + at, biases_after(vectors + at, outputs), v);
+        if (fours)
+            store_four(to, v);
+        else
+            store_few(to, left, v);
+    }
+};
+
+// The same in a row of sums, in which each projection begins at a panel and has whole ones.
+struct Apart {
+    typedef float type;
+    int column;
+    int outputs;
+
+    DEVICE_MEMBER void put(float* to, int, int, const float (&total)[4]) const {
+        *(uint4*)to = make_uint4(__float_as_uint(total[0]), __float_as_uint(total[1]), __float_as_uint(total[2]),
+                                 __float_as_uint(total[3]));
+    }
 };
 
 // Computes a run of columns at the first `rank` of `stored` ranks. A thread reads one vector of eight rank rows; groups
 // of eight are summed in shared memory, in order. `row_numbers`: the group's rows in memory, which can be indexed at run
 // time.
-template <int WEIGHT>
+template <int WEIGHT, typename TARGET>
 DEVICE void expand_item(const Item& item, const Group& group_rows, const int* row_numbers, const u8* b, int stored,
-                        int rank, const float* part, i64 part_plane, int part_stride, activation* y, i64 y_stride, Target target,
-                        float (&shrunk)[ROWS * MAX_RANK], float (&sums)[THREADS * 8]) {
+                        int rank, const float* part, i64 part_plane, int part_stride, typename TARGET::type* y,
+                        i64 y_stride, const TARGET& target, float (&shrunk)[ROWS * MAX_RANK],
+                        float (&sums)[THREADS * 8]) {
     typedef Stored<WEIGHT> Weight;
     constexpr int WIDTH = Weight::PER_LOAD, PANEL_VECTORS = PANEL / WIDTH;
     const int rows = group_rows.count, groups = rank / 8;
@@ -208,9 +241,9 @@ DEVICE void expand_item(const Item& item, const Group& group_rows, const int* ro
         }
         __syncthreads(); // from here on `shrunk` is the next item's, whose first barrier frees `sums`
         const int width = item.count * WIDTH, from = item.first * WIDTH;
-        activation* row = y + row_numbers[m] * y_stride + target.column + from;
+        typename TARGET::type* row = y + row_numbers[m] * y_stride + target.column + from;
         for (int column = threadIdx.x * 4; column < width; column += THREADS * 4) {
-            float total[4], v[4];
+            float total[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) total[i] = sums[column + i];
             for (int g = 1; g < groups; g++) {
@@ -219,45 +252,26 @@ DEVICE void expand_item(const Item& item, const Group& group_rows, const int* ro
             }
             const int left = target.outputs - from - column;
             if (left <= 0) break; // the rest of a panel; B is zero up to the next four
-            if (target.fours)
-                load_four(row + column, v);
-            else
-                load_few(row + column, left, v);
-#pragma unroll
-            for (int i = 0; i < 4; i++) v[i] = fmaf(target.scale, total[i], v[i]);
-            if (target.vectors != nullptr) {
-                const float* factors = target.vectors + from + column;
-                apply_vectors(factors, biases_after(factors, target.outputs), v);
-            }
-            if (target.fours)
-                store_four(row + column, v);
-            else
-                store_few(row + column, left, v);
+            target.put(row + column, from + column, left, total);
         }
     }
 }
 
-// y[row, columns of the projection] += scale · (Σ planes of part) B, then y = y · factor + bias if there are vectors
-KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
-    const u64* b_table, const int* rank_table, const int* dtype_table, const float* scale_table,
-    const u64* vectors_table, int slots, const Item* items, const int* item_count, const Group* groups,
-    const float* part, int part_rows, int projections, int max_rank, activation* y, int y_stride, int fours,
-    int column0, int column1, int column2, int column3, int column4, int column5, int outputs0, int outputs1,
-    int outputs2, int outputs3, int outputs4, int outputs5) {
+// Walks the items of expand. `target_of(projection, slot)`: where a projection's outputs go.
+template <typename TARGET, typename TARGET_OF>
+DEVICE void expand(const Tables& tables, const Item* items, const int* item_count, const Group* groups,
+                   const float* part, int part_rows, int projections, int max_rank, typename TARGET::type* y,
+                   int y_stride, const TARGET_OF& target_of) {
     __shared__ __align__(16) float shrunk[ROWS * MAX_RANK];
     __shared__ __align__(16) float sums[THREADS * 8];
-    const Tables tables = {b_table, rank_table, dtype_table, slots};
     for (int at = blockIdx.x; at < *item_count; at += gridDim.x) {
         const Item item = items[at];
         const Group group = groups[item.place >> 8];
         const int stored = stored_rank(tables, item), rank = min(stored, group.rank);
         const int dtype = tables.dtype[item.slot], projection = item.place & 0xff;
         if (rank == 0) continue;
-        const u8* b = (const u8*)tables.address[projection * slots + item.slot];
-        const Target target = {choose(projection, column0, column1, column2, column3, column4, column5),
-                               choose(projection, outputs0, outputs1, outputs2, outputs3, outputs4, outputs5),
-                               scale_table[projection * slots + item.slot],
-                               (const float*)vectors_table[projection * slots + item.slot], fours};
+        const u8* b = (const u8*)tables.address[projection * tables.slots + item.slot];
+        const TARGET target = target_of(projection, projection * tables.slots + item.slot);
         const int part_stride = projections * max_rank, *row_numbers = groups[item.place >> 8].row;
         const float* from = part + projection * max_rank;
         const i64 plane = (i64)part_rows * part_stride;
@@ -272,4 +286,34 @@ KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
                            sums);
     }
     await_previous_kernel(); // blocks without items, too: what follows waits for this kernel alone
+}
+
+// y[row, columns of the projection] += scale · (Σ planes of part) B, then y = y · factor + bias if there are vectors
+KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
+    const u64* b_table, const int* rank_table, const int* dtype_table, const float* scale_table,
+    const u64* vectors_table, int slots, const Item* items, const int* item_count, const Group* groups,
+    const float* part, int part_rows, int projections, int max_rank, activation* y, int y_stride, int fours,
+    int column0, int column1, int column2, int column3, int column4, int column5, int outputs0, int outputs1,
+    int outputs2, int outputs3, int outputs4, int outputs5) {
+    const auto target_of = [=](int projection, int entry) {
+        return Target{choose(projection, column0, column1, column2, column3, column4, column5),
+                      choose(projection, outputs0, outputs1, outputs2, outputs3, outputs4, outputs5),
+                      scale_table[entry], (const float*)vectors_table[entry], fours};
+    };
+    expand<Target>({b_table, rank_table, dtype_table, slots}, items, item_count, groups, part, part_rows, projections,
+                   max_rank, y, y_stride, target_of);
+}
+
+// apart[row, columns of the projection] = (Σ planes of part) B
+KERNEL __launch_bounds__(THREADS, 5) bgmv_expand_apart(
+    const u64* b_table, const int* rank_table, const int* dtype_table, int slots, const Item* items,
+    const int* item_count, const Group* groups, const float* part, int part_rows, int projections, int max_rank,
+    float* apart, int apart_stride, int column0, int column1, int column2, int column3, int column4, int column5,
+    int outputs0, int outputs1, int outputs2, int outputs3, int outputs4, int outputs5) {
+    const auto target_of = [=](int projection, int) {
+        return Apart{choose(projection, column0, column1, column2, column3, column4, column5),
+                     choose(projection, outputs0, outputs1, outputs2, outputs3, outputs4, outputs5)};
+    };
+    expand<Apart>({b_table, rank_table, dtype_table, slots}, items, item_count, groups, part, part_rows, projections,
+                  max_rank, apart, apart_stride, target_of);
 }

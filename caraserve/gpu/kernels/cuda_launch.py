@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from caraserve.core.lora_layout import A_COLUMNS, MAX_RANK
+from caraserve.core.lora_layout import A_COLUMNS, MAX_RANK, PANEL
 from caraserve.cpu.handoff import MOST_SITES
 from caraserve.gpu.driver.launch import WARP, Launch, ints, pointers
 from caraserve.gpu.kernels.bgmv_work import THREADS
@@ -110,6 +110,20 @@ def expand(
     sizes = ints(part.rows, part.projections, part.max_rank)
     target = *pointers(y.address), *ints(y.stride, projections.are_vectors(y)), *_places(projections)
     return Launch("bgmv", "bgmv_expand", grid, THREADS, (*arguments, *sizes, *target), begins_early=True)
+
+
+def expand_apart(
+    grid: int, tables: WeightTables, items: WorkList, part: ShrinkBuffer, sums: ActivationRows, projections: Projections
+) -> Launch:
+    """Returns the launch that computes sums = part B. `sums`: rows of fp32, in which `projections` have whole panels.
+    It must follow shrink's at once."""
+    if any(column % PANEL for column in (sums.stride, *projections.columns)):
+        raise AssertionError(f"{projections} in {sums} are not whole panels")
+    table = pointers(tables.b, tables.rank, tables.dtype)
+    arguments = (*table, *ints(tables.slots), *pointers(items.address, items.count, items.groups, part.address))
+    sizes = ints(part.rows, part.projections, part.max_rank)
+    target = *pointers(sums.address), *ints(sums.stride), *_places(projections)
+    return Launch("bgmv", "bgmv_expand_apart", grid, THREADS, (*arguments, *sizes, *target), begins_early=True)
 
 
 def publish(

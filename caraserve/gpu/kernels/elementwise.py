@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from caraserve.gpu.kernels.lora_sums import LoraSums, lora_arguments, lora_entry, lora_place, with_lora
 from caraserve.gpu.kernels.paged_cache import TokenTables
 from caraserve.model.plan import Activation
 from caraserve.util.units import ceil_div
@@ -73,15 +74,28 @@ def gated(g, u, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def activate_kernel(  # type: ignore[no-untyped-def]
-    gate, up, row_gate, out, gate_stride, up_stride, row_gate_stride, out_stride, width,
-    KIND: tl.constexpr, IS_GATED: tl.constexpr, HAS_ROW_GATE: tl.constexpr, BLOCK: tl.constexpr,
+    gate, up, row_gate, out, sums, lora_slots, ranks, scales, vectors, sums_stride, adapters,
+    gate_stride, up_stride, row_gate_stride, out_stride, width,
+    KIND: tl.constexpr, IS_GATED: tl.constexpr, HAS_ROW_GATE: tl.constexpr, HAS_LORA: tl.constexpr,
+    GATE_SITE: tl.constexpr, GATE_SUMS: tl.constexpr, UP_SITE: tl.constexpr, UP_SUMS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program computes BLOCK columns of one row. A NaN stays one."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_LORA:
+        slot, entry = lora_entry(lora_slots, row, UP_SITE, adapters)
+        at = sums + row * sums_stride + UP_SUMS
+        u = with_lora(u, at, column, inside, width, slot, entry, ranks, scales, vectors)
+        u = u.to(up.dtype.element_ty).to(tl.float32)
     if IS_GATED:
         g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+        if HAS_LORA:
+            slot, entry = lora_entry(lora_slots, row, GATE_SITE, adapters)
+            at = sums + row * sums_stride + GATE_SUMS
+            g = with_lora(g, at, column, inside, width, slot, entry, ranks, scales, vectors)
+            g = g.to(gate.dtype.element_ty).to(tl.float32)
         result = gated(g, u, KIND)
     else:
         result = _activated(u, KIND)
@@ -127,12 +141,20 @@ def embed(
     )  # fmt: skip
 
 
-def activate(gate: Tensor | None, up: Tensor, out: Tensor, kind: Activation, row_gate: Tensor | None = None) -> None:
+def activate(
+    gate: Tensor | None,
+    up: Tensor,
+    out: Tensor,
+    kind: Activation,
+    row_gate: Tensor | None = None,
+    lora: LoraSums | None = None,
+) -> None:
     """Computes `out = activation(gate) · up · σ(row_gate)`, or `activation(up)` without a gate; [tokens, width], rows
-    at any stride. row_gate: [tokens, 1]; without it nothing is multiplied."""
+    at any stride. row_gate: [tokens, 1]; without it nothing is multiplied. `lora`: of `gate` and `up`, is added to them
+    first, which stay as they are in memory."""
     if gate is None and kind == "clamped_swiglu":
         raise ValueError("clamped_swiglu multiplies two inputs, but there is no gate")
-    _activate(gate, up, out, kind, row_gate)
+    _activate(gate, up, out, kind, row_gate, lora)
 
 
 def multiply_by_gate(attended: Tensor, gate: Tensor) -> None:
@@ -146,13 +168,16 @@ def _activate(
     out: Tensor,
     kind: Activation | Literal["sigmoid"],
     row_gate: Tensor | None = None,
+    lora: LoraSums | None = None,
 ) -> None:
     width = out.shape[1]
+    (gate_site, gate_sums), (up_site, up_sums) = (lora_place(lora, role) for role in ("gate", "up"))
     activate_kernel[(out.shape[0], ceil_div(width, _COLUMNS))](
-        up if gate is None else gate, up, up if row_gate is None else row_gate, out,
+        up if gate is None else gate, up, up if row_gate is None else row_gate, out, *lora_arguments(lora, up),
         0 if gate is None else gate.stride(0), up.stride(0), 0 if row_gate is None else row_gate.stride(0),
         out.stride(0), width,
-        KIND=kind, IS_GATED=gate is not None, HAS_ROW_GATE=row_gate is not None, BLOCK=_COLUMNS, num_warps=4,
+        KIND=kind, IS_GATED=gate is not None, HAS_ROW_GATE=row_gate is not None, HAS_LORA=lora is not None,
+        GATE_SITE=gate_site, GATE_SUMS=gate_sums, UP_SITE=up_site, UP_SUMS=up_sums, BLOCK=_COLUMNS, num_warps=4,
     )  # fmt: skip
 
 

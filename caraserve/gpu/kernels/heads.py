@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from caraserve.gpu.kernels.lora_sums import LoraSums, lora_arguments, lora_entry, lora_place, with_lora
 from caraserve.gpu.kernels.norms import ADDS_BIAS, BY_HEAD, SUBTRACTS_MEAN, NormWeights, norm_form, norm_rows
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from caraserve.util.units import ceil_div
@@ -85,6 +86,11 @@ class Heads:
             appended: _Keys = "appended" if keys == "kept" else ""
             steps.append(self._launch(grows_later, appended, norms=False, rotates=False, grows=grows_later))
         return tuple(steps)
+
+    @property
+    def is_one_launch(self) -> bool:
+        """True if one launch computes all."""
+        return len(self.steps) == 1
 
     @property
     def _norms(self) -> dict[str, NormWeights | None]:
@@ -212,15 +218,37 @@ def _normed(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _with_lora(  # type: ignore[no-untyped-def]
+    low, high, rest, at, head, column, tail, inside, inside_tail, heads,
+    token, site, lora_slots, ranks, scales, vectors, adapters,
+    HAS_LORA: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Adds LoRA to heads in three parts, of a projection of `heads` heads whose sums are at `at`, and rounds them."""
+    if HAS_LORA:
+        slot, entry = lora_entry(lora_slots, token, site, adapters)
+        dim: tl.constexpr = 2 * HALF + REST
+        first, width = head[:, None] * dim, heads * dim
+        low = with_lora(low, at, first + column, inside, width, slot, entry, ranks, scales, vectors)
+        high = with_lora(high, at, first + HALF + column, inside, width, slot, entry, ranks, scales, vectors)
+        low, high = low.to(KIND).to(tl.float32), high.to(KIND).to(tl.float32)
+        if REST:
+            rest = with_lora(rest, at, first + 2 * HALF + tail, inside_tail, width, slot, entry, ranks, scales, vectors)
+            rest = rest.to(KIND).to(tl.float32)
+    return low, high, rest
+
+
+@triton.jit
 def rotate_kernel(  # type: ignore[no-untyped-def]
     projected, cos, sin, growth, token_slot, token_position, block_table, keys, values,
     q_weight, q_bias, q_eps, k_weight, k_bias, k_eps, v_weight, v_bias, v_eps,
+    sums, lora_slots, ranks, scales, vectors, sums_stride, adapters,
     stride, table_stride, key_block, key_token, key_head, value_block, value_token, value_head,
     Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr,
     Q_FORM: tl.constexpr, K_FORM: tl.constexpr, V_FORM: tl.constexpr, NORMS_LAST: tl.constexpr,
     ROTATES: tl.constexpr, GROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    HAS_LORA: tl.constexpr, Q_SITE: tl.constexpr, Q_SUMS: tl.constexpr, K_SITE: tl.constexpr, K_SUMS: tl.constexpr,
+    V_SITE: tl.constexpr, V_SUMS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One program norms and rotates some query heads of one token in place, or norms, rotates and appends some of its
     key-value heads. Heads are in three parts, so that one thread has both numbers of a pair and none of it twice."""
@@ -240,6 +268,13 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
         at = row + tl.where(is_query, Q, K) + head[:, None] * dim
         low, high, rest = _loaded(at, columns, tails, inside, inside_tail, HALF, REST)
         low, high, rest = low.to(tl.float32), high.to(tl.float32), rest.to(tl.float32)
+        kind: tl.constexpr = projected.dtype.element_ty
+        summed = sums + token * sums_stride
+        low, high, rest = _with_lora(
+            low, high, rest, summed + tl.where(is_query, Q_SUMS, K_SUMS), head, columns, tails, inside, inside_tail,
+            count, token, tl.where(is_query, Q_SITE, K_SITE), lora_slots, ranks, scales, vectors, adapters,
+            HAS_LORA, kind, HALF, REST,
+        )  # fmt: skip
         for late in tl.static_range(2):
             if (Q_FORM or K_FORM) and late == NORMS_LAST:
                 if is_query:
@@ -259,7 +294,6 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
         if GROWS:
             factor = tl.load(growth + position, mask=is_query, other=1.0)
             low, high, rest = low * factor, high * factor, rest * factor
-        kind: tl.constexpr = projected.dtype.element_ty
         low, high, rest = low.to(kind), high.to(kind), rest.to(kind)
         if is_query:
             _store(at, low, high, rest, columns, tails, inside, inside_tail, HALF, REST)
@@ -274,21 +308,34 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
             if VALUES:
                 v_at = row + V + head[:, None] * dim
                 v_low, v_high, v_rest = _loaded(v_at, columns, tails, inside, inside_tail, HALF, REST)
+                v_low, v_high, v_rest = _with_lora(
+                    v_low.to(tl.float32), v_high.to(tl.float32), v_rest.to(tl.float32), summed + V_SUMS,
+                    head, columns, tails, inside, inside_tail, KV_HEADS, token, V_SITE, lora_slots, ranks, scales,
+                    vectors, adapters, HAS_LORA, kind, HALF, REST,
+                )  # fmt: skip
                 if V_FORM:
                     v_low, v_high, v_rest = _normed(
-                        v_low.to(tl.float32), v_high.to(tl.float32), v_rest.to(tl.float32), v_weight, v_bias, v_eps,
-                        head, column, tail, inside, inside_tail, V_FORM, HALF, REST,
+                        v_low, v_high, v_rest, v_weight, v_bias, v_eps, head, column, tail, inside, inside_tail,
+                        V_FORM, HALF, REST,
                     )  # fmt: skip
                 place = values + block * value_block + position % BLOCK * value_token + head[:, None] * value_head
                 _store(place, v_low, v_high, v_rest, columns, tails, inside, inside_tail, HALF, REST)
 
 
-def rotate_and_append(projected: Tensor, tokens: TokenTables, cache: PagedCache, heads: Heads) -> None:
+def rotate_and_append(
+    projected: Tensor, tokens: TokenTables, cache: PagedCache, heads: Heads, lora: LoraSums | None = None
+) -> None:
     """Norms and rotates q in place, and norms, rotates and appends k and v to the cache, as `heads` says.
 
     projected: [tokens, columns], rows at any stride; tokens at position -1 are skipped. Norms of whole rows may change
-    the columns of k and v.
+    the columns of k and v. `lora`: of q, k and v, is added to them first; only where `heads.is_one_launch`.
     """
+    if lora is not None and not heads.is_one_launch:
+        raise ValueError("only one launch can add LoRA to the heads that it reads")
+    places = {name: lora_place(lora, name.lower()) for name in "QKV"}
+    places["V"] = places["K"] if heads.v == heads.k else places["V"]
+    sites = {f"{name}_SITE": site for name, (site, _) in places.items()}
+    sums = {f"{name}_SUMS": first for name, (_, first) in places.items()}
     for step in heads.steps:
         if isinstance(step, _RowNorm):
             norm_rows(projected[:, step.columns], step.norm)
@@ -296,6 +343,7 @@ def rotate_and_append(projected: Tensor, tokens: TokenTables, cache: PagedCache,
         cos, sin, growth, *norms = (projected if each is None else each for each in (*step.tables, *step.norms))
         rotate_kernel[(projected.shape[0], step.programs)](
             projected, cos, sin, growth, tokens.slot, tokens.position, cache.block_table, cache.keys, cache.values,
-            *norms, projected.stride(0), cache.block_table.stride(0), *cache.keys.stride()[:3],
-            *cache.values.stride()[:3], BLOCK=cache.keys.shape[1], **step.constants,
+            *norms, *lora_arguments(lora, projected), projected.stride(0), cache.block_table.stride(0),
+            *cache.keys.stride()[:3], *cache.values.stride()[:3],
+            BLOCK=cache.keys.shape[1], HAS_LORA=lora is not None, **sites, **sums, **step.constants,
         )  # fmt: skip

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from caraserve.gpu.kernels.lora_sums import LoraSums, lora_arguments, lora_entry, with_lora
+
 # What a norm does, as bits of a kernel's constant beside the first; 0 is no norm.
 SUBTRACTS_MEAN, ADDS_BIAS, BY_HEAD = (tl.constexpr(1 << bit) for bit in (1, 2, 3))
 
@@ -48,9 +50,9 @@ def _normed(value, weight, bias, column, inside, width, eps, FORM: tl.constexpr)
 @triton.jit
 def norm_kernel(  # type: ignore[no-untyped-def]
     hidden, delta, out, rows, pre_weight, pre_bias, pre_eps, post_weight, post_bias, post_eps, multiplier, scalar,
-    hidden_stride, delta_stride, out_stride, width,
-    HAS_DELTA: tl.constexpr, HAS_ROWS: tl.constexpr, SCALES: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    sums, lora_slots, ranks, scales, vectors, sums_stride, adapters, hidden_stride, delta_stride, out_stride, width,
+    HAS_DELTA: tl.constexpr, HAS_LORA: tl.constexpr, HAS_ROWS: tl.constexpr, SCALES: tl.constexpr, PRE: tl.constexpr,
+    POST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program adds to one row of `hidden` and norms it."""
     row = tl.program_id(0).to(tl.int64)
@@ -64,6 +66,11 @@ def norm_kernel(  # type: ignore[no-untyped-def]
         if HAS_DELTA or SCALES:
             if HAS_DELTA:
                 added = tl.load(delta + source * delta_stride + column, mask=inside, other=0.0).to(tl.float32)
+                if HAS_LORA:
+                    slot, entry = lora_entry(lora_slots, source, 0, adapters)
+                    at = sums + source * sums_stride
+                    added = with_lora(added, at, column, inside, width, slot, entry, ranks, scales, vectors)
+                    added = added.to(delta.dtype.element_ty).to(tl.float32)
                 if POST:
                     added = _normed(added, post_weight, post_bias, column, inside, width, post_eps, POST)
                 if SCALES:
@@ -94,9 +101,10 @@ def add_and_norm(
     multiplier: float = 1.0,
     scalar: float = 1.0,
     rows: Tensor | None = None,
+    lora: LoraSums | None = None,
 ) -> None:
     """Computes `hidden = (hidden + post(delta) · multiplier) · scalar` in place, then `out = pre(hidden)`; rows of
-    [tokens, width].
+    [tokens, width]. `lora`: of one projection, is added to `delta` first, which stays as it is in memory.
 
     Without `delta` nothing is added, without `post` delta is added as it is, and without `pre` only `hidden` is
     written. With `rows`, int32 [rows of out], row i of `out` is that of token rows[i], or is skipped if rows[i] is -1;
@@ -108,8 +116,10 @@ def add_and_norm(
     norm_kernel[(count,)](
         hidden, hidden if delta is None else delta, hidden if out is None else out, hidden if rows is None else rows,
         pre_weight, pre_bias, pre_eps, post_weight, post_bias, post_eps, multiplier, scalar,
-        hidden.stride(0), 0 if delta is None else delta.stride(0), 0 if out is None else out.stride(0), width,
-        HAS_DELTA=delta is not None, HAS_ROWS=rows is not None, SCALES=(multiplier, scalar) != (1.0, 1.0),
+        *lora_arguments(lora, hidden), hidden.stride(0), 0 if delta is None else delta.stride(0),
+        0 if out is None else out.stride(0), width,
+        HAS_DELTA=delta is not None, HAS_LORA=lora is not None, HAS_ROWS=rows is not None,
+        SCALES=(multiplier, scalar) != (1.0, 1.0),
         PRE=norm_form(pre), POST=norm_form(post), BLOCK=triton.next_power_of_2(width), num_warps=norm_warps(width),
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caraserve.core.lora_layout import MAX_RANK
+from caraserve.core.lora_layout import MAX_RANK, PANEL
 from caraserve.gpu.attention.base import DecodeAttention, Scratch
 from caraserve.gpu.kernels.bgmv_work import PLANES
 from caraserve.gpu.kernels.experts import ExpertRoom
@@ -19,6 +19,9 @@ from caraserve.util.units import align_up
 _SAMPLING_BLOCKS = 128  # each has buffers as large as two rows of logits
 _SCRATCH_BYTES = 256 << 20  # most bytes of attention scratch
 _ROW_STEP = 8  # numbers: rows begin at multiples of 16 bytes, which cuBLAS' fast kernels need, whatever their width
+# Most rows whose LoRA sums are kept apart: they are written and read in fp32, which takes longer for many rows than
+# another launch that adds to the activations.
+MOST_SUMS = 64
 _ROWS_STEP = 16  # decoding rows are cut at multiples, so that all addresses are multiples of 64 bytes
 
 
@@ -71,6 +74,7 @@ class Workspace:
     activations: Activations
     parts: tuple[Tensor, ...]  # float32 [PLANES, tokens, sites, max rank] by group shape: output of shrink
     shrunk: tuple[Tensor, ...]  # [tokens, sites, max rank] by group shape: sums of the planes, of prompts
+    sums: tuple[Tensor, ...]  # float32 [rows, panels of all sites] by group shape: of LoRA beside base products
     scratch: dict[tuple[int, int], Scratch]  # of attention, by heads and head dim
     wanted: Tensor  # [outputs at once, hidden] normed rows for the logits
     logits: Tensor  # [outputs at once, vocab]
@@ -115,11 +119,17 @@ def make_workspace(
     shapes = [(PLANES, capacity.tokens, len(each.widths), max_rank) for each in plan.group_shapes]
     part = torch.zeros(max(map(math.prod, shapes)), dtype=torch.float32, device=device)  # used by one group at a time
     shrunk = torch.zeros(max(map(math.prod, shapes)) // PLANES, dtype=dtype, device=device)
+    sums = [
+        (min(capacity.rows, MOST_SUMS), sum(align_up(width, PANEL) for width in each.widths))
+        for each in plan.group_shapes
+    ]
+    summed = torch.zeros(max(map(math.prod, sums)), dtype=torch.float32, device=device)  # by one group at a time
     heads = dict.fromkeys((one.heads, one.head_dim) for one in plan.attentions)
     return Workspace(
         Activations.empty(plan, capacity.tokens, dtype, device),
         tuple(part[: math.prod(shape)].view(shape) for shape in shapes),
         tuple(shrunk[: math.prod(shape[1:])].view(shape[1:]) for shape in shapes),
+        tuple(summed[: math.prod(shape)].view(shape) for shape in sums),
         {each: _scratch(each, capacity.rows, max_context, device, attention) for each in heads},
         rows(outputs, plan.hidden),
         rows(outputs, plan.vocab_size),

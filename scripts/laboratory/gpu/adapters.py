@@ -1,7 +1,8 @@
 """Random adapters in device memory, batches that use them, and the expected results in fp64."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.bgmv_work import PLANES, adapter_items, plan_items
 from caraserve.gpu.kernels.lora import PLANES as SEGMENT_PLANES
 from caraserve.gpu.kernels.lora import Segments, SiteTables, cut_segments, lora_expand, lora_shrink
+from caraserve.gpu.kernels.lora_sums import LoraSums
+from caraserve.gpu.kernels.norms import add_and_norm
+from caraserve.gpu.kernels.work_orders import delta_columns
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import align_up
@@ -178,16 +182,43 @@ class DecodingRows:
 
     def issue(self, layer: int) -> None:
         """Launches the shrink kernel and the expand kernel of one layer."""
+        site, given = self.adapters.site, self._shrink(layer)
+        y = cuda_launch.ActivationRows(self.y.data_ptr(), self.y.stride(0), site.width)
+        self._acc.launch(cuda_launch.expand(*given, y, cuda_launch.Projections(site.columns, site.outputs)))
+
+    def added_by_norm(self, layer: int) -> Tensor:
+        """Launches the shrink kernel and the expand kernel that leaves its sums apart, and returns what the norm kernel
+        reads of the current y once it has added them, [rows, outputs of all projections]."""
+        site, tables = self.adapters.site, self.adapters.site_tables(layer)
+        columns, stride = delta_columns(site.outputs)
+        sums = torch.full((len(self.row_slots), stride), torch.nan, device=self._acc.place)
+        target = cuda_launch.ActivationRows(sums.data_ptr(), stride, stride)
+        places = cuda_launch.Projections(columns, site.outputs)
+        self._acc.settle()  # the sums' memory was filled on another stream
+        self._acc.launch(cuda_launch.expand_apart(*self._shrink(layer), target, places))
+        slots, added = _on(self._acc, np.array(self.row_slots, np.int32)), []
+        for projection, (column, width) in enumerate(zip(site.columns, site.outputs, strict=True)):
+            one = slice(projection, projection + 1)
+            tables_of_one = replace(tables, rank=tables.rank[one], scale=tables.scale[one], vectors=tables.vectors[one])
+            lora = LoraSums(sums[:, columns[projection] :], slots, tables_of_one, {"out": (0, 0)})
+            y, out = self.y[:, column : column + width], torch.zeros_like(self.y[:, column : column + width])
+            self._acc.settle()
+            self._acc.run(partial(add_and_norm, out, y, None, None, lora=lora))
+            added.append(out)
+        self._acc.settle()
+        return torch.cat(added, dim=1)
+
+    def _shrink(
+        self, layer: int
+    ) -> tuple[int, cuda_launch.WeightTables, cuda_launch.WorkList, cuda_launch.ShrinkBuffer]:
+        """Launches the shrink kernel; returns what the launches of expand begin with."""
         shrink, expand, groups = (part.data_ptr() for part in self._lists)
         counts, site, tables = self._counts.data_ptr(), self.adapters.site, self.adapters.tables(layer)
         part = cuda_launch.ShrinkBuffer(self.part.data_ptr(), len(self.row_slots), len(site.outputs), self.max_rank)
         x = cuda_launch.ActivationRows(self.x.data_ptr(), self.x.stride(0), site.inputs)
-        y = cuda_launch.ActivationRows(self.y.data_ptr(), self.y.stride(0), site.width)
         grid = cuda_launch.BLOCKS_PER_SM * self._acc.device.kernels.multiprocessors
-        places = cuda_launch.Projections(site.columns, site.outputs)
         self._acc.launch(cuda_launch.shrink(grid, tables, cuda_launch.WorkList(shrink, counts, groups), x, part))
-        items = cuda_launch.WorkList(expand, counts + 4, groups)
-        self._acc.launch(cuda_launch.expand(grid, tables, items, part, y, places))
+        return grid, tables, cuda_launch.WorkList(expand, counts + 4, groups), part
 
     def results(self) -> Tensor:
         """Returns the current y without padding, [rows, outputs of all projections]."""

@@ -1,5 +1,6 @@
 """Stage `llama3`: iterations of a Llama-3-8B shape, whose query heads share keys and values, up to a context of 32K."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scripts.laboratory.gpu.backends import DTYPE
@@ -18,6 +19,7 @@ from scripts.laboratory.gpu.results import Lines, StageResult
 from scripts.laboratory.gpu.setup import CheckSetup
 
 _FLOOR_TARGETS = {1: 0.75, 64: 0.80}  # by batch, at the longest of the short contexts
+_ADDED_RANK = 16
 _LONG_TARGET = 0.70  # of the floor's speed, one request with the longest context
 
 
@@ -31,10 +33,22 @@ class LongContext:
 
 
 @dataclass(frozen=True, slots=True)
+class AddedLora:
+    """Decode iterations of `batch` requests: on the base model, and with adapters of every module."""
+
+    batch: int
+    adapters: int
+    rank: int
+    base_ms: float
+    lora_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Llama3Figures:
-    """Points with short contexts, and the long context."""
+    """Points with short contexts, what LoRA of a small rank adds, and the long context."""
 
     decode: tuple[DecodePoint, ...]
+    added_lora: tuple[AddedLora, ...]
     prefill: tuple[PrefillPoint, ...]
     long: LongContext
 
@@ -44,9 +58,8 @@ def llama3(setup: CheckSetup) -> StageResult[Llama3Figures]:
     effort, lines = setup.effort, Lines()
     bytes_per_s = memory_bytes_per_s(setup, setup.accelerator(DTYPE))
     slots, context = max(effort.batches), max(effort.gqa_contexts)
-    with measured_model(
-        setup, slots, effort.long_context, max(slots, len(RANKS)) + 1, shape=effort.gqa_shape
-    ) as subject:
+    adapter_slots = max(slots, len(RANKS)) + effort.added_adapters + 1
+    with measured_model(setup, slots, effort.long_context, adapter_slots, shape=effort.gqa_shape) as subject:
         long = _long(setup, subject, bytes_per_s, lines)
         short = MeasuredModel(setup, subject.backend, subject.plan, context)
         fitting = short.grow_contexts(slots)
@@ -55,8 +68,30 @@ def llama3(setup: CheckSetup) -> StageResult[Llama3Figures]:
         targets = {(batch, context): share for batch, share in _FLOOR_TARGETS.items()}
         batches = sorted({min(effort.batches), max(effort.batches)})
         decode = decode_points(short, batches, effort.gqa_contexts, adapters[:fitting], bytes_per_s, targets, lines)
+        added = _added_lora(short, batches, context, max(adapters) + 1, lines)
         prefill = prefill_points(short, effort.prompts[-1:], adapters[len(RANKS) - 1], lines)
-    return StageResult(Llama3Figures(tuple(decode), tuple(prefill), long), lines.all)
+    return StageResult(Llama3Figures(tuple(decode), added, tuple(prefill), long), lines.all)
+
+
+def _added_lora(
+    subject: MeasuredModel, batches: Sequence[int], context: int, first_slot: int, lines: Lines
+) -> tuple[AddedLora, ...]:
+    """Measures requests on the base model and on adapters of a small rank in turn, which are loaded into the slots from
+    `first_slot` on. There the time of launches weighs most."""
+    image, most = subject.adapter(_ADDED_RANK, "all"), subject.setup.effort.added_adapters
+    assert image is not None, "the host tier is too small"
+    slots = range(first_slot, first_slot + most)
+    for slot in slots:
+        subject.session.load(image, slot)
+    points = list[AddedLora]()
+    for batch in batches:
+        count = min(batch, most)
+        base_ms = subject.decode_ms(context - 1, [0] * batch)
+        lora_ms = subject.decode_ms(context - 1, [slots[row % count] for row in range(batch)])
+        points.append(AddedLora(batch, count, _ADDED_RANK, base_ms, lora_ms))
+        name = f"decode, batch {batch}, {count} adapters of rank {_ADDED_RANK} on all modules"
+        lines.add(name, f"{base_ms:.2f} + {lora_ms - base_ms:.2f} ms, {base_ms / lora_ms:.2f} of the base's speed")
+    return tuple(points)
 
 
 def _long(setup: CheckSetup, subject: MeasuredModel, bytes_per_s: float, lines: Lines) -> LongContext:

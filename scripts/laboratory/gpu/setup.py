@@ -104,6 +104,7 @@ class CheckEffort:
     handover_rounds: int = 10
     gqa_shape: Shape = LLAMA3_8B  # of the model whose query heads share keys and values
     gqa_contexts: tuple[int, ...] = (512, 2048)
+    added_adapters: int = 32  # of a small rank on all modules
     long_context: int = 32 << 10
     long_batches: tuple[int, ...] = (1, 4)
     warm_shape: Shape = NARROW

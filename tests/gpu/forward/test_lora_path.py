@@ -22,12 +22,12 @@ from tests.gpu.small_model import SPEC
 from tests.plans.made_up import PLANS
 
 MOST = 4  # launches a layer
-OF_LORA = {"bgmv_shrink", "bgmv_expand", "shrink_kernel", "fold_kernel", "expand_kernel"}
+OF_LORA = {"bgmv_shrink", "bgmv_expand", "bgmv_expand_apart", "shrink_kernel", "fold_kernel", "expand_kernel"}
 PRODUCT = "base product"
 PLANS_BY_NAME: dict[str, Callable[[], DecoderPlan]] = {"llama": lambda: SPEC, **PLANS}
 DECODING = PassShape(8, 8, 0, 8, 0, True, 100, frozenset())
 SHAPES = {
-    "decoding rows": DECODING,
+    "many decoding rows": replace(DECODING, tokens=80, decode_rows=80, outputs=80),
     "many rows of an adapter, too": replace(DECODING, tokens=16, decode_rows=16, outputs=16, segments=1),
     "prompts, too": replace(DECODING, tokens=48, tiles=3, segments=4),
 }
@@ -86,17 +86,42 @@ def issue(graph: Graph, plan: DecoderPlan, shape: PassShape, *, on_one_stream: b
     return graph.lengths[Stream(2)], sum(name in OF_LORA for name in graph.names)
 
 
+def counts(graph: Graph, name: str, shape: PassShape) -> tuple[int, int, int]:
+    """Returns the launches of LoRA in a captured pass: on its longest path, on any, and those of a pass on one
+    stream."""
+    plan = PLANS_BY_NAME[name]()
+    shape = replace(shape, groups=all_groups(plan))
+    base, none = issue(graph, plan, replace(shape, has_items=False, segments=0))
+    assert none == 0
+    adapted, launches = issue(graph, plan, shape)
+    alone, of_alone = issue(graph, plan, shape, on_one_stream=True)
+    assert alone - base == of_alone
+    return adapted - base, launches, of_alone
+
+
+def groups_of(name: str) -> int:
+    layers = PLANS_BY_NAME[name]().layers
+    groups = sum(len(layer.groups) for layer in layers)
+    assert groups <= MOST * len(layers)
+    return groups
+
+
 @pytest.mark.parametrize("rows", SHAPES)
 @pytest.mark.parametrize("name", PLANS_BY_NAME)
 def test_lora_makes_the_longest_path_by_no_more_than_four_launches_a_layer(graph: Graph, name: str, rows: str) -> None:
-    plan = PLANS_BY_NAME[name]()
-    shape = replace(SHAPES[rows], groups=all_groups(plan))
-    base, none = issue(graph, plan, replace(shape, has_items=False, segments=0))
-    adapted, launches = issue(graph, plan, shape)
-    groups = sum(len(layer.groups) for layer in plan.layers)
-    assert none == 0
-    assert launches == groups * (5 if shape.segments else 2)
-    assert adapted - base == groups  # one launch for modules that read the same rows
-    assert groups <= MOST * len(plan.layers)
-    alone, _ = issue(graph, plan, shape, on_one_stream=True)
-    assert alone - base == launches
+    """By one for modules that read the same rows."""
+    groups, of_each = groups_of(name), 5 if SHAPES[rows].segments else 2
+    assert counts(graph, name, SHAPES[rows]) == (groups, groups * of_each, groups * of_each)
+
+
+# Where LoRA is added by a launch of its own: after the last product of a plan, the projections of gated attention
+# (whose gate another kernel reads), of delta nets and of experts' routers, and products that experts add to.
+ADDED_ALONE = {"llama": 1, "sandwich": 1, "parallel": 1, "gated": 3, "mixed": 2, "experts": 6, "delta nets": 3}
+
+
+@pytest.mark.parametrize(("name", "added"), ADDED_ALONE.items())
+def test_of_few_decoding_rows_most_lora_is_added_by_launches_of_the_base_model(
+    graph: Graph, name: str, added: int
+) -> None:
+    groups = groups_of(name)
+    assert counts(graph, name, DECODING) == (added, 2 * groups, 2 * groups)

@@ -34,6 +34,19 @@ def test_ranks_dtypes_and_the_base_model_in_one_batch(activation: Dtype) -> None
 
 
 @pytest.mark.parametrize("activation", Dtype)
+def test_sums_kept_apart_give_the_same_bits_once_they_are_added(activation: Dtype) -> None:
+    """Of projections of any width, in any batch."""
+    ranks = [[0, 8, 256, 0, 40], [0, 64, 24, 0, 8], [0, 0, 16, 136, 8]]
+    case = LoraCase(192, (320, 70, 3), ranks, ALL, activation, with_vectors=frozenset((2, 4)))
+    row_slots = [1, 0, 2, 3, 2, 4, 2, 2, 2, 1]
+    given = inputs(case, len(row_slots))
+    (added, _), (apart, _) = (case.run(*given, row_slots, apart=apart) for apart in (False, True))
+    assert added.tobytes() == apart.tobytes()
+    one, _ = case.run(given[0][2:3], given[1][2:3], [2], apart=True)
+    assert one.tobytes() == added[2].tobytes()
+
+
+@pytest.mark.parametrize("activation", Dtype)
 @pytest.mark.parametrize("weight", Dtype)
 def test_every_weight_dtype_works_with_every_activation_dtype(activation: Dtype, weight: Dtype) -> None:
     check(LoraCase(1088, (130,), [[0, 8]], [Dtype.F32, weight], activation), [1, 1])

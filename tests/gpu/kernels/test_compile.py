@@ -104,12 +104,11 @@ def test_expand_waits_for_shrink_after_it_has_asked_for_weights_and_before_it_re
     """For each of the three weight dtypes; blocks without items wait at the end."""
     waits = int(unit.arch.removeprefix("sm_")) >= 90
     pattern = r"(w{8}\.p+){3}\." if waits else r"(w{8}p+){3}"
-    assert re.fullmatch(pattern, reads(compiled(unit).ptx, "bgmv_expand", "part"))
     code = instructions(compiled(unit).cubin)
-    asked = "".join(
-        "w" if ".NA" in op else "." if op == "ACQBULK" else "g" for op in code["bgmv_expand"] if is_read(op)
-    )
-    assert re.fullmatch(r"(g+w{8}\.){3}g+\." if waits else r"(g+w{8}){3}g+", asked)
+    for name in ("bgmv_expand", "bgmv_expand_apart"):
+        assert re.fullmatch(pattern, reads(compiled(unit).ptx, name, "part")), name
+        asked = "".join("w" if ".NA" in op else "." if op == "ACQBULK" else "g" for op in code[name] if is_read(op))
+        assert re.fullmatch(r"(g+w{8}\.){3}g+\." if waits else r"(g+w{8}){3}g+", asked), name
     admits = [at for at, op in enumerate(code["bgmv_shrink"]) if op == "PREEXIT" or ".NA" in op]
     assert (code["bgmv_shrink"][admits[0]] == "PREEXIT") == waits
 
@@ -224,6 +223,7 @@ STATE = SamplerState(torch.empty(2, SLOT_SAMPLING.itemsize, dtype=torch.uint8), 
 EVERY_LAUNCH = (
     cuda_launch.shrink(1, TABLES, ITEMS, ROWS, PART),
     cuda_launch.expand(1, TABLES, ITEMS, PART, ROWS, ONE),
+    cuda_launch.expand_apart(1, TABLES, ITEMS, PART, cuda_launch.ActivationRows(64, 64, 64), ONE),
     cuda_launch.publish(1, 0, ROWS, 16, 0, 0, 0),
     cuda_launch.wait(0, 0, 0),
     cuda_launch.add(1, 0, 0, ROWS, ONE, 64, (0,)),

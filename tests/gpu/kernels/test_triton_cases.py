@@ -16,7 +16,7 @@ CASES = sorted(FOLDER.glob("triton_*_cases.py"))
 
 @pytest.mark.parametrize("part", [0, 1])  # two processes of xdist take one each
 def test_all_cases_pass_in_the_interpreter(part: int) -> None:
-    assert len(CASES) == 9
+    assert len(CASES) == 10
     # The interpreter computes with numpy, whose threads only compete for cores on such small tiles.
     settings = {
         "TRITON_INTERPRET": "1",

@@ -26,6 +26,7 @@ from caraserve.gpu.kernels.grouped import dequantise as dequantise_grouped
 from caraserve.gpu.kernels.grouped import multiply as multiply_grouped
 from caraserve.gpu.kernels.heads import Heads, RopeTables, rotate_and_append
 from caraserve.gpu.kernels.lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
+from caraserve.gpu.kernels.lora_sums import LoraSums
 from caraserve.gpu.kernels.norms import NormWeights, add_and_norm
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from caraserve.gpu.kernels.quantized import dequantise, halve_rows, multiply, round_rows, scale_rows
@@ -117,11 +118,39 @@ def launch_layers(dtype: torch.dtype) -> None:
     activate(*empty(TOKENS, gate_up, dtype=dtype).chunk(2, 1), empty(TOKENS, INNER, dtype=dtype), "silu")
 
 
-def launch_heads(dtype: torch.dtype, dim: int, norm: NormWeights, rope: RopeTables, **fields: Any) -> None:
+def lora_sums(**widths: int) -> LoraSums:
+    """Returns LoRA kept apart, of roles with so many columns, which are whole panels."""
+    wide, count = (empty(len(widths), SLOTS, dtype=torch.int64) for _ in range(3)), empty(len(widths), SLOTS)
+    a, b, vectors = wide
+    tables = SiteTables(a, b, count, floats(len(widths), SLOTS), empty(SLOTS), vectors)
+    places = {role: (site, sum(list(widths.values())[:site])) for site, role in enumerate(widths)}
+    return LoraSums(floats(TOKENS, sum(widths.values())), empty(TOKENS), tables, places)
+
+
+def launch_with_lora(dtype: torch.dtype) -> None:
+    """Launches the kernels that add LoRA to what they read: for models of today, and with all that there may be."""
+    hidden, norm = empty(TOKENS, HIDDEN, dtype=dtype), NormWeights(floats(HIDDEN), None, 1e-5)
+    both = NormWeights(floats(HIDDEN), floats(HIDDEN), 1e-5, True)
+    add_and_norm(hidden, hidden, hidden, norm, lora=lora_sums(out=HIDDEN))
+    add_and_norm(hidden, hidden, hidden, both, both, 0.5, 2.0, lora=lora_sums(out=HIDDEN))
+    gate, up = empty(TOKENS, 2 * INNER, dtype=dtype).chunk(2, 1)
+    for kind in ("silu", "gelu"):
+        activate(gate, up, up, kind, lora=lora_sums(gate=INNER, up=INNER))
+    for dim, pairs, each in (
+        (128, 64, NormWeights(floats(128), None, 1e-5, scope="head")),
+        (256, 96, NormWeights(floats(HEADS, 256), floats(HEADS, 256), 1e-5, True, "heads")),
+    ):
+        lora = lora_sums(q=HEADS * dim, k=KV_HEADS * dim, v=KV_HEADS * dim)
+        launch_heads(dtype, dim, each, RopeTables(*[floats(2048, pairs)] * 2), lora)
+
+
+def launch_heads(
+    dtype: torch.dtype, dim: int, norm: NormWeights, rope: RopeTables, lora: LoraSums | None = None, **fields: Any
+) -> None:
     columns = 0, HEADS * dim, (HEADS + KV_HEADS) * dim
     heads = Heads(HEADS, KV_HEADS, dim, *columns, rope, norm, norm, **fields)
     projected, tokens = empty(TOKENS, columns[2] + KV_HEADS * dim, dtype=dtype), TokenTables(empty(64), empty(64))
-    rotate_and_append(projected, tokens, make_cache(dtype, dim), heads)
+    rotate_and_append(projected, tokens, make_cache(dtype, dim), heads, lora)
 
 
 def launch_every_form(dtype: torch.dtype) -> None:
@@ -266,6 +295,12 @@ def test_sinks_and_slopes_fit_and_do_not_spill(launches: list[Launch], capabilit
 @pytest.mark.parametrize("capability", [86, 100])
 def test_all_that_a_layer_may_compute_fits_and_does_not_spill(launches: list[Launch], capability: int) -> None:
     launch_every_form(torch.bfloat16)
+    check(launches, capability)
+
+
+@pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 86, 100))])
+def test_kernels_that_add_lora_to_what_they_read_fit_and_do_not_spill(launches: list[Launch], capability: int) -> None:
+    launch_with_lora(torch.bfloat16)
     check(launches, capability)
 
 

@@ -79,6 +79,7 @@ def test_stages_that_time_kernels_and_starts_succeed_on_an_emulated_device(tmp_p
     figures = {name: stage["figures"] for name, stage in stages.items()}
     assert (figures["llama3"]["long"]["tokens"], len(figures["llama3"]["long"]["chunk_ms"])) == (17, 2)
     assert set(figures["llama3"]["long"]["decode_ms"]) == {"1", "2"}
+    assert [(point["batch"], point["adapters"]) for point in figures["llama3"]["added_lora"]] == [(1, 1), (2, 2)]
     assert [point["way"] for point in figures["sampling"]["points"]] == ["greedy", "top-p", "top-p and top-k"]
     assert [point["rows"] for point in figures["experts"]["points"]] == [1, 3]
     assert figures["experts"]["points"][0]["chosen"] == 2
