@@ -38,7 +38,7 @@ from scripts.laboratory.gpu.setup import LLAMA3_8B
 _ROOT = Path(__file__).parents[2]
 _CONTEXT, _PROMPT, _BLOCK = 4096, 32, 16
 _AHEAD = 2  # iterations in flight, as the engine has them
-_WARM = 20
+_WARM = 80  # first iterations, in which adapters are used for the first time
 _THREADS = ("launch", "results")
 Figures = dict[str, dict[str, float]]  # µs, by load and thread
 
