@@ -88,6 +88,10 @@ def plan_items(row_slots: Ints, adapters: Sequence[AdapterItems | None], most_ra
 
 def in_groups(parts: Sequence[Ints], numbers: Sequence[int]) -> Ints:
     """Returns the items of several adapters, int32 [items, ITEM_WORDS], for the groups of rows with these numbers."""
+    if len(parts) == 1:  # as when one adapter joins
+        items = parts[0].copy()
+        items[:, PLACE] += numbers[0] << _GROUP
+        return items
     items = np.concatenate([np.empty((0, ITEM_WORDS), np.int32), *parts])
     items[:, PLACE] += np.repeat(np.array(numbers, np.int32) << _GROUP, [len(part) for part in parts])
     return items
