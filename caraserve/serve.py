@@ -63,6 +63,7 @@ from caraserve.telemetry.metrics import Metrics, WorkerCounts
 from caraserve.telemetry.progress import progress
 from caraserve.telemetry.trace import Trace
 from caraserve.tokenizer.tokenizer import load_tokenizer
+from caraserve.util.alarm import Alarm
 from caraserve.util.cache_folder import data_folder, why_unwritable
 from caraserve.util.garbage import GarbageCollector
 from caraserve.util.option_values import LoraModule
@@ -177,8 +178,7 @@ async def build_engine(
     reader = AdapterReader(plan, on_loop, base, DTYPES.get(lora_config.lora_dtype), compile_copies())
     stack.callback(reader.close)
     arena = Arena(backend.host_memory)
-    mode = lora_config.mode
-    pool_bytes = lora_config.lora_pool_bytes
+    mode, pool_bytes = lora_config.mode, lora_config.lora_pool_bytes
     room = MemoryBudget(backend.limits, _ADAPTER_BYTES if pool_bytes is None else pool_bytes)
     manager = AdapterManager(
         backend,
@@ -227,6 +227,7 @@ async def build_engine(
         merging=MergePolicy(backend.limits.num_slots) if mode.merges else None,
         observers=observers.iterations,
         iteration_ms=PerfModel.of(profile, padded_rank=lora_config.padded_rank).iteration_ms if profile else None,
+        alarm=stack.enter_context(contextlib.closing(Alarm())),
     )
     metrics.show(engine.unread.families)
     task = asyncio.create_task(engine.run(), name="caraserve-engine")

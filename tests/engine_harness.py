@@ -42,6 +42,7 @@ class _Metrics:
         self.choices: list[tuple[str, float, float]] = []
         self.iterations_ms: list[float] = []
         self.begin_errors_s: list[float] = []
+        self.waits_s: list[float] = []  # of the device, for each iteration
 
     def observe_choice(self, choice: str, predicted_ms: float, observed_ms: float) -> None:
         self.choices.append((choice, predicted_ms, observed_ms))
@@ -52,8 +53,9 @@ class _Metrics:
     def observe_iteration(self, num_tokens: int, ms: float) -> None:
         self.iterations_ms.append(ms)
 
-    def observe_begin(self, error_s: float) -> None:
+    def observe_begin(self, error_s: float, late_s: float) -> None:
         self.begin_errors_s.append(error_s)
+        self.waits_s.append(late_s)
 
     def observe_first_token(self, seconds: float) -> None:
         self.first_tokens += 1
@@ -92,6 +94,29 @@ def asked_for(
     """Returns the request of `EngineHarness.ask`."""
     settings = SamplingParams(**{"temperature": 0.0} | params)
     return GenerateRequest("r", tuple(prompt), name, settings, 0.0, tenant=Tenant(client), embeds=embeds)
+
+
+class FakeAlarm:
+    """An alarm that a test rings."""
+
+    def __init__(self, backend: FakeBackend) -> None:
+        self.settings = 0  # how often it was set
+        self._backend, self._call = backend, lambda: None
+        self._at_s: float | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self._at_s is not None
+
+    def set(self, at_s: float, call: Callable[[], None]) -> None:
+        self.settings += 1
+        self._at_s, self._call = at_s, call
+
+    def ring(self) -> None:
+        """Lets the time pass until then."""
+        assert self._at_s is not None
+        self._backend.now_s, self._at_s = max(self._backend.now_s, self._at_s), None
+        self._call()
 
 
 @dataclass
@@ -146,6 +171,7 @@ class EngineHarness:
     reader: FakeReader
     metrics: _Metrics
     rng: random.Random
+    alarm: FakeAlarm
     read_failures: float = 0.0
     plan_failures: float = 0.0
     copy_failures: float = 0.0
@@ -172,7 +198,8 @@ class EngineHarness:
         return asked, asyncio.create_task(asked.collect())
 
     def end_something(self) -> bool:
-        """Ends one read, copy, iteration, side batch or growth of the KV pool. Returns False if there is none."""
+        """Ends one read, copy, iteration, side batch, growth of the KV pool or wait for the time to plan. Returns False
+        if there is none."""
         self.engine.check()
         backend = self.backend
         ways = [
@@ -185,6 +212,7 @@ class EngineHarness:
                 (self.reader.coming if self.streams else [], lambda: self.rng.choice(self.reader.coming)()),
                 (backend.streamed if self.copy_failures else {}, self._fail_streamed),
                 (self._ending_side_batches(), self._end_side_batch),
+                (self.alarm.is_set, self.alarm.ring),
             )
             if queue
         ]
@@ -261,10 +289,12 @@ async def harness(
     clock_step_s: float = 0.0,
     iteration_ms: IterationTime | None = None,
     draft_tokens: int = 0,
+    just_in_time: bool = False,
 ) -> AsyncIterator[EngineHarness]:
     """Builds one. `spare_bytes`: memory beyond `blocks` blocks and the largest adapter, where they share it.
     `streamed_batches`: if above 0, adapters have several layers, which are downloaded one by one. `clock_step_s`: time
-    that passes with each reading of the engine's clock. `iteration_ms`: the engine's performance model."""
+    that passes with each reading of the engine's clock. `iteration_ms`: the engine's performance model.
+    `just_in_time`: whether the engine has an alarm, and so may plan iterations later than as soon as possible."""
     limits = Limits(
         num_blocks=blocks,
         block_tokens=BLOCK_TOKENS,
@@ -280,6 +310,7 @@ async def harness(
         draft_tokens=draft_tokens,
     )
     backend = FakeBackend(limits, layerwise=mode in LAYERWISE_MODES)
+    alarm = FakeAlarm(backend)
     layers = _STREAMED_LAYERS if streamed_batches else 1
     reader, metrics = FakeReader(layers), _Metrics()
     loop = asyncio.get_running_loop()
@@ -315,11 +346,12 @@ async def harness(
         exclusive_loads=exclusive,
         merging=MergePolicy(slots, credits_each=2.0) if mode == "merged" else None,  # so few credits are soon used up
         iteration_ms=iteration_ms,
+        alarm=alarm if just_in_time else None,  # type: ignore[arg-type]
         now=now,
     )
     running = asyncio.create_task(engine.run())
     try:
-        yield EngineHarness(engine, backend, reader, metrics, rng, streams=streamed_batches > 0)
+        yield EngineHarness(engine, backend, reader, metrics, rng, alarm, streams=streamed_batches > 0)
         engine.check()
         snapshot = engine.snapshot()
         assert (snapshot.running, snapshot.waiting, snapshot.kv_used_blocks) == (0, 0, 0)

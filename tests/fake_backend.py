@@ -108,6 +108,7 @@ class FakeBackend:
     now_s: float = 0.0
     takes_s: Callable[[Batch], float] = lambda _: 1.0  # an iteration's time
     outcomes: Counter[str] = field(default_factory=Counter)  # of side batches
+    _ended_s: float = 0.0  # when the last iteration ended
     _bound_streams: dict[int, Streamed] = field(default_factory=dict)  # by adapter slot
     _under_way: list[Batch] = field(default_factory=list)  # side batches, begun or not
     _history: dict[int, list[int]] = field(default_factory=dict)
@@ -124,7 +125,8 @@ class FakeBackend:
         if plan.is_side_batch:
             self.lane.append(lambda: self._begin_side_batch(plan, done))
         else:
-            self.lane.append(lambda: done(self._run(plan)))
+            launched_s = self.now_s
+            self.lane.append(lambda: done(self._run(plan, launched_s)))
 
     def _check_launched(self, plan: Batch) -> None:
         """Checks the rules that a batch alone can break."""
@@ -331,7 +333,7 @@ class FakeBackend:
                     self.faults.append(f"{row} has drafts before its last token is known")
                 self._history[row.slot] += row.drafts
 
-    def _run(self, plan: Batch) -> StepResult | Exception:
+    def _run(self, plan: Batch, launched_s: float) -> StepResult | Exception:
         self._apply(plan)
         if self.fail_next:
             self.fail_next = False
@@ -342,9 +344,10 @@ class FakeBackend:
                     self._history[row.slot] = [*self._history[row.slot][: row.start + row.count], 0]
             return RuntimeError("the device failed")
         self._check_merged(plan)
-        began_s = self.now_s
-        self.now_s += self.takes_s(plan)
-        return self._result(began_s, *map(self._run_row, plan.rows))
+        began_s = max(launched_s, self._ended_s)
+        self._ended_s = began_s + self.takes_s(plan)
+        self.now_s = max(self.now_s, self._ended_s)
+        return StepResult(tuple(map(self._run_row, plan.rows)), began_s, self._ended_s, launched_s)
 
     def _check_merged(self, plan: Batch) -> None:
         """Checks that merged weights are used only for rows of one adapter, which has arrived."""

@@ -157,11 +157,16 @@ class RowResult(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The outcome of one batch, row by row in the batch's order; times are the engine's monotonic clock, in seconds."""
+    """The outcome of one batch, row by row in the batch's order; times are the engine's monotonic clock, in seconds.
+
+    `launched_s`: when the device had all that it needs to run the batch by itself, of iterations only. One that was
+    launched after the one before it had ended has started then.
+    """
 
     rows: tuple[RowResult, ...]
     started_s: float
     done_s: float
+    launched_s: float | None = None
 
     @property
     def is_typical(self) -> bool:

@@ -125,7 +125,7 @@ class CpuBackend:
         batch. `merging`: also the kernels of mode `merged`."""
         sampling = SlotSampling.greedy(1)
         rows = (ScheduledRow(0, 0, 1, BASE_ADAPTER_SLOT, samples=True),)
-        outcome = self._run(Batch((SlotStart(0, (0,), sampling),), (), rows))
+        outcome = self._run(Batch((SlotStart(0, (0,), sampling),), (), rows), time.monotonic())
         if isinstance(outcome, Exception):
             raise outcome
         if merging:
@@ -187,7 +187,8 @@ class CpuBackend:
         if batch.is_side_batch:
             self._lane_calls.put(lambda: self._start_streamed(batch, done))
         else:
-            self._lane_calls.put(lambda: done(self._run(batch)))
+            launched_s = time.monotonic()
+            self._lane_calls.put(lambda: done(self._run(batch, launched_s)))
 
     def load_adapter(
         self,
@@ -249,12 +250,12 @@ class CpuBackend:
             del call  # otherwise the last batch, with its matchers, would be kept until the next call
         self._streamed.close()
 
-    def _run(self, batch: Batch) -> StepResult | Exception:
+    def _run(self, batch: Batch, launched_s: float) -> StepResult | Exception:
         started_s = time.monotonic()
         try:
             cpu_batch = self._batch_of(batch)
             self._compute(batch, cpu_batch, self._buffers.record)
-            return self._result(batch, cpu_batch, started_s)
+            return self._result(batch, cpu_batch, started_s, launched_s)
         except Exception as error:  # the engine fails the requests of this batch and continues
             return error
 
@@ -292,13 +293,15 @@ class CpuBackend:
             masks = [self._masks[row.slot] for row in rows]
             self._mask_thread.write(rows, masks, cpu_batch.grammar_failures, int(cpu_batch.masks_written.ctypes.data))
 
-    def _result(self, batch: Batch, cpu_batch: CpuBatch, started_s: float) -> StepResult:
+    def _result(
+        self, batch: Batch, cpu_batch: CpuBatch, started_s: float, launched_s: float | None = None
+    ) -> StepResult:
         rows = collect(batch, cpu_batch, self._sampling["prompt_tokens"], self._buffers.normed)
         append_tokens(batch.rows, rows)
         for row, result in zip(batch.rows, rows, strict=True):
             if row.drafts:
                 self._write_history(row, result.token_ids)
-        return StepResult(rows, started_s, time.monotonic())
+        return StepResult(rows, started_s, time.monotonic(), launched_s)
 
     def _weights_with(self, slot: int) -> NDArray[np.void]:
         """Returns a MODEL record with the adapter in `slot` merged. Raises ValueError before it has arrived."""

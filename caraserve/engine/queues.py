@@ -63,6 +63,19 @@ class RequestQueues:
         """How many requests are not admitted."""
         return len(self.waiting) + len(self.paused)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether all requests that the device can run are running, so that no other one can be in an iteration."""
+        return len(self.running) >= self._limits.num_slots
+
+    def next_rows(self) -> tuple[int, bool]:
+        """Returns how many requests the next iteration may have, at least one, and whether it may have prompts: those
+        of new requests, or the rest of the newest one's."""
+        coming = len(self.waiting) + len(self.loading)
+        newest = self.running[-1].request if self.running else None
+        has_prompts = coming > 0 or (newest is not None and newest.computed < newest.prompt_tokens)
+        return max(1, min(len(self.running) + coming, self._limits.num_slots)), has_prompts
+
     def newest_of_largest(self, beside: Tenant) -> ActiveRequest | None:
         """Returns the request that is not admitted and may be dropped for one of `beside`, or None."""
         return self.waiting.newest_of_largest(beside, self.paused)

@@ -262,7 +262,7 @@ class CudaBackend:
                 self._parts.context.ring.flush()
                 self._parts.context.timelines.mark(Lane.COMPUTE)  # raises DriverError if the device has failed
                 now_s = time.monotonic()
-                self._parts.lanes[0].waiter.after_those(lambda: done(StepResult((), now_s, now_s)))
+                self._parts.lanes[0].waiter.after_those(lambda: done(StepResult((), now_s, now_s, now_s)))
             elif batch.is_side_batch:
                 self._parts.assisted.launch(batch, done)
             else:

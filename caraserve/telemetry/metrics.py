@@ -3,7 +3,7 @@
 Call points, all on the event loop's thread; those of an iteration or a token take under 1 µs, those of a request 10:
 
     observe_iteration     after each iteration, with the tokens it computed
-    observe_begin         after each iteration, with the error of its predicted begin
+    observe_begin         after each iteration, with the error of its predicted begin and the delay by its launch
     observe_first_token   when a request's first token is there, with the time since its arrival
     observe_token_gaps    for later tokens of an iteration, with the time since the one before of each
     observe_drafts        for each row with drafts, with their number and that of the right ones
@@ -81,6 +81,8 @@ _FAMILIES = (
     counter("caraserve:lora_worker_slices_total", "Slices of layers handed off to CPU LoRA workers."),
     counter("caraserve:lora_worker_redone_total", "Modules of slices that the device computed after a worker failed."),
     counter("caraserve:adapter_merges_total", "Adapters merged into the base weights (mode merged)."),
+    counter("caraserve:late_launches_total", "Iterations launched after the end of the one before them."),
+    counter("caraserve:late_launch_seconds_total", "Time in which the device waited for these launches."),
     counter("caraserve:late_kernels_total", "Kernels compiled or loaded after the start, which delays all requests."),
     counter("caraserve:adapter_loads_total", "Loads of adapters to the device.", "mode", "outcome"),
     gauge("caraserve:adapter_loads_under_way", "Reads of adapters to host memory and copies to the device."),
@@ -221,9 +223,13 @@ class Metrics:
         self._iteration_tokens.observe(num_tokens)
         self._iteration_s.observe(ms / 1000)
 
-    def observe_begin(self, error_s: float) -> None:
-        """Counts the error of an iteration's predicted begin. `error_s`: real minus predicted."""
+    def observe_begin(self, error_s: float, late_s: float) -> None:
+        """Counts the error of an iteration's predicted begin. `error_s`: real minus predicted; `late_s`: for how long
+        the device waited for its launch."""
         self._begin_errors_s.observe(abs(error_s))
+        if late_s > 0:
+            self._table.add("caraserve:late_launches_total", 1)
+            self._table.add("caraserve:late_launch_seconds_total", late_s)
 
     def observe_first_token(self, seconds: float) -> None:
         self._first_token_s.observe(seconds)

@@ -1,5 +1,6 @@
 """Starts the server of a checkout, so that several checkouts can be measured in turns."""
 
+import contextlib
 import os
 import re
 import signal
@@ -17,20 +18,29 @@ _OPTIONS = ("--port", "0", "--device", "cpu", "--cpu-threads", "1", "--max-queue
 
 
 @contextmanager
-def server_of(tree: Path, *, clock: Sequence[str] | None, options: Sequence[str] = ()) -> Iterator[tuple[int, int]]:
+def server_of(
+    tree: Path, *, clock: Sequence[str] | None, options: Sequence[str] = (), is_urgent: bool = False
+) -> Iterator[tuple[int, int]]:
     """Starts the server of a checkout on the first core, with the demo model; yields its port and its process. `clock`:
-    options of clock_server.py, which makes a clock its device; None: the CPU is."""
+    options of clock_server.py, which makes a clock its device; None: the CPU is. `is_urgent`: it does not share its
+    core with processes that happen to run beside it, where the system allows that."""
     module = ["-m", "caraserve"] if clock is None else [str(Path(__file__).with_name("clock_server.py")), *clock]
     command = ["taskset", "-c", str(CORES[0]), sys.executable, *module, "serve", *_OPTIONS, *options]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
+    prepare = _become_urgent if is_urgent else None
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, cwd=tree
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, cwd=tree, preexec_fn=prepare
     ) as process:
         try:
             yield _port(process), process.pid
         finally:
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=60)
+
+
+def _become_urgent() -> None:
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
 
 def _port(process: subprocess.Popen[bytes]) -> int:

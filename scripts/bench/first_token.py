@@ -10,7 +10,6 @@ of stdout is one JSON document.
 
 import argparse
 import asyncio
-import gc
 import json
 import os
 import random
@@ -23,7 +22,7 @@ from statistics import fmean, median
 import uvloop
 
 from caraserve.bench.client.connection import Connections, HttpExchange
-from caraserve.bench.client.player import Pacer
+from caraserve.bench.client.player import Pacer, undisturbed
 from scripts.bench.checkout_server import CORES, OWN, server_of
 
 _SETTLE_S = 2.0
@@ -67,7 +66,7 @@ def main() -> None:
     print(f"{'checkout':16} rows  rate    n   TTFT    p50    p95   TPOT tokens/s")
     for number in range(args.rounds):
         for tree in trees if number % 2 == 0 else trees[::-1]:
-            with server_of(tree, clock=clock, options=("--max-num-seqs", "512")) as (port, _):
+            with server_of(tree, clock=clock, options=("--max-num-seqs", "512"), is_urgent=True) as (port, _):
                 os.sched_setaffinity(0, CORES[-1:])
                 for rows, rate in loads:
                     figures.append(uvloop.run(_measure(tree.name, port, rows, rate, args.seconds, number)))
@@ -110,18 +109,17 @@ class _Load:
     async def measure(self, tree: str, seconds: float) -> Figure:
         """Sends requests for some time, and waits for their answers."""
         await self._connections.warm_up()
-        gc.disable()
-        for _ in range(self._rows):  # of different lengths, so that they do not end together
-            self._stream(self._random.randrange(1, _STREAM_TOKENS))
-        moments_s = [time.perf_counter() + _SETTLE_S]
-        while moments_s[-1] < moments_s[0] + seconds:
-            moments_s.append(moments_s[-1] + self._random.expovariate(self._rate))
         arrived: list[HttpExchange] = []
-        self._open = len(moments_s)
-        Pacer(moments_s, lambda _: arrived.append(self._send(_ANSWER_TOKENS, self._end)))
-        await self._ended.wait()
+        with undisturbed():
+            for _ in range(self._rows):  # of different lengths, so that they do not end together
+                self._stream(self._random.randrange(1, _STREAM_TOKENS))
+            moments_s = [time.perf_counter() + _SETTLE_S]
+            while moments_s[-1] < moments_s[0] + seconds:
+                moments_s.append(moments_s[-1] + self._random.expovariate(self._rate))
+            self._open = len(moments_s)
+            Pacer(moments_s, lambda _: arrived.append(self._send(_ANSWER_TOKENS, self._end)))
+            await self._ended.wait()
         self._connections.close()
-        gc.enable()
         times = [(one.sent_s, [at_s for at_s, piece in one.pieces if _EVENT in piece]) for one in arrived]
         ttft_ms = sorted(1000 * (events[0] - sent_s) for sent_s, events in times)
         tpot_ms = [1000 * (events[-1] - events[0]) / (_ANSWER_TOKENS - 1) for _, events in times]

@@ -82,6 +82,7 @@ KINDS = {
     "spare_bytes": st.sampled_from([None, None, 0, 70, 150, 500]),
     "assisted_batches": st.sampled_from([0, 1, 3]),
     "streamed_batches": st.sampled_from([0, 0, 1, 2]),
+    "just_in_time": st.booleans(),
     "clock_step_s": st.sampled_from([0.0, 0.003]),  # with 3 ms, other tasks run between two results of an iteration
 }
 ASSISTED = {"mode": st.just("assisted"), "assisted_batches": st.sampled_from([1, 3])}
@@ -123,6 +124,12 @@ def test_no_interleaving_changes_a_token_and_a_failure_fails_only_its_own_reques
     kind = data.draw(st.fixed_dictionaries(KINDS | kinds))
     with small_shares() if "most_rests" in options else drafting(answer_to, random.Random(seed)):
         asyncio.run(random_run(seed, **options, **kind))
+
+
+def test_the_time_to_plan_is_waited_for() -> None:
+    """Otherwise the test above would not cover it."""
+    ended = [asyncio.run(random_run(seed, just_in_time=True)) for seed in range(10)]
+    assert sum(here.alarm.settings for here in ended) > 100
 
 
 def test_slow_readers_do_cause_pauses() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from caraserve.core.batch import Batch
+from caraserve.core.batch import Batch, RowResult, StepResult
 from caraserve.engine.iteration_times import IterationTimes, IterationWork
 from caraserve.lora.adapter import Adapter
 from caraserve.lora.start_policy import AwaitedPrefill
@@ -106,20 +106,29 @@ async def test_a_new_request_expects_its_prefill_after_the_two_iterations_under_
         here.backend.now_s = began_s
 
 
+DECODE = IterationWork(4, 0, 0, 0, 0, 0)
+
+
+def outcome(began_s: float, done_s: float, waited_ms: float = 0.0) -> StepResult:
+    return StepResult((RowResult((7,), waited_ms=waited_ms),), began_s, done_s, began_s)
+
+
+def launch(times: IterationTimes, now_s: float) -> None:
+    times.launch(DECODE, DECODE.requests, now_s, now_s)
+
+
 def test_an_iteration_that_waited_for_weights_changes_no_prediction() -> None:
     times = IterationTimes(model_ms)
-    decode = IterationWork(4, 0, 0, 0, 0, 0)
-    times.launch(decode, 1.0)
+    launch(times, 1.0)
     expected_s = times.next_begin_s(1.0)
-    times.end(1.5, 1.0, is_typical=False)
-    times.launch(decode, 1.5)
+    times.end(outcome(1.0, 1.5, waited_ms=480.0))
+    launch(times, 1.5)
     assert times.next_begin_s(1.5) - 1.5 == pytest.approx(expected_s - 1.0)
 
 
 def test_the_iteration_after_a_failed_one_begins_at_the_failure() -> None:
     times = IterationTimes(model_ms)
-    decode = IterationWork(4, 0, 0, 0, 0, 0)
-    times.launch(decode, 1.0)
-    times.launch(decode, 1.0)
-    times.end(1.1, None)
+    launch(times, 1.0)
+    launch(times, 1.0)
+    times.fail(1.1)
     assert times.next_begin_s(1.1) == pytest.approx(1.1 + takes_ms(4, 0) / 1000)

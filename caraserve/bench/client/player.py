@@ -6,11 +6,9 @@ Open loop: each request is sent at its scheduled time, whether or not earlier on
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import os
 import resource
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,11 +20,9 @@ from caraserve.bench.client.connection import Connections, HttpExchange
 from caraserve.bench.client.dialects import LoadSettings, decode, request_head
 from caraserve.bench.client.endpoint import Endpoint
 from caraserve.bench.records import PlannedRequest, RequestRecord, Run, Workload
+from caraserve.util.alarm import Alarm
 
 _EARLY_S = 120e-6  # time to wake up from a timer: the kernel, the event loop and a sleeping core
-_CLOCK_MONOTONIC = 1  # what `time.perf_counter` reads on Linux
-_TFD_NONBLOCK, _TFD_CLOEXEC, _TFD_TIMER_ABSTIME = 0o4000, 0o2000000, 1
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Pacer:
@@ -38,30 +34,21 @@ class Pacer:
     def __init__(self, moments_s: Sequence[float], call: Callable[[int], None]) -> None:
         """`moments_s` are times of `time.perf_counter`. Create a pacer in the running event loop."""
         self._moments_s, self._call, self._next = moments_s, call, 0
-        self._loop = asyncio.get_running_loop()
-        self._timer = _libc.timerfd_create(_CLOCK_MONOTONIC, _TFD_NONBLOCK | _TFD_CLOEXEC)
-        if self._timer < 0:
-            raise OSError(ctypes.get_errno(), "timerfd_create failed")
-        self._loop.add_reader(self._timer, self._fire)
+        self._alarm = Alarm()
         self._arm()
 
     def stop(self) -> None:
         """Stops calling."""
-        if self._timer >= 0:
-            self._loop.remove_reader(self._timer)
-            os.close(self._timer)
-            self._timer = -1
+        self._next = len(self._moments_s)
+        self._alarm.close()
 
     def _arm(self) -> None:
         if self._next == len(self._moments_s):
             self.stop()
-            return
-        wake_ns = max(1, int(1e9 * (self._moments_s[self._next] - _EARLY_S)))
-        moment = struct.pack("qqqq", 0, 0, *divmod(wake_ns, 1_000_000_000))  # a time in the past fires at once
-        _libc.timerfd_settime(self._timer, _TFD_TIMER_ABSTIME, moment, None)
+        else:
+            self._alarm.set(self._moments_s[self._next] - _EARLY_S, self._fire)
 
     def _fire(self) -> None:
-        os.read(self._timer, 8)
         while self._next < len(self._moments_s):
             ahead_s = self._moments_s[self._next] - time.perf_counter()
             if ahead_s > 2 * _EARLY_S:
@@ -70,8 +57,6 @@ class Pacer:
                 pass
             index, self._next = self._next, self._next + 1
             self._call(index)
-            if self._timer < 0:
-                return
         self._arm()
 
 
@@ -130,7 +115,7 @@ class Player:
         if self._stopped:
             self._close()
             return Run(self._label, (), 0.0, interrupted=True, concurrency=self._settings.max_concurrency)
-        with _undisturbed():
+        with undisturbed():
             started_s = time.perf_counter() + _LEAD_S
             moments_s = [started_s + planned.at_s for planned in self._planned]
             if self._planned:
@@ -210,7 +195,7 @@ class Player:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Turns garbage collection off and, if the system allows it, gives this thread real-time priority.
 
     A collection would block the event loop for longer than the measured latencies; and on a machine whose cores the

@@ -171,7 +171,6 @@ class IterationRunner:
     def launch(self, batch: Batch, done: Done) -> None:
         """Launches a batch whose adapters all have device memory. Raises errors that occur before anything is
         launched."""
-        launched_s = time.monotonic()
         last, self._last = self._last, None  # if this batch fails, nothing is known of the device's arrays
         stays = _unchanging(batch)
         if last is not None and stays is not None and (stays, self._images.bindings) == (last.stays, last.bindings):
@@ -192,12 +191,14 @@ class IterationRunner:
             self._ring.flush()
 
         self._timelines.passed()  # frees events, which would accumulate while nothing is loading
+        issued_s = time.monotonic()
         number = self._lane.launch(metadata, steps, arriving, NOTHING)
         self._images.used(now.adapters, Lane.COMPUTE, number)
         if captured is not None and masked is not None:
             self._decoder.sample_masked(masked, 0, shape.outputs, self._timelines.streams[Lane.COMPUTE])
+        begun_s = time.monotonic() if captured is not None else issued_s  # a graph begins when all of it is there
         bound = {slot: self._images.bound[slot] for slot in arriving}
-        self._return_results(batch, now, bound, {} if masked is None else masked.failures, launched_s, done)
+        self._return_results(batch, now, bound, {} if masked is None else masked.failures, begun_s, done)
         self._last = now
 
     def _prepare(self, batch: Batch, stays: "_Unchanging | None", *, is_known: bool) -> "_PreparedBatch":
@@ -240,14 +241,15 @@ class IterationRunner:
         now: _PreparedBatch,
         arriving: Mapping[int, BoundAdapter],
         failures: Mapping[int, GrammarFailed],
-        launched_s: float,
+        begun_s: float,
         done: Done,
     ) -> None:
+        launched_s = time.monotonic()
         prompt_tokens = self._slots.prompt_tokens.copy()
 
         def read(results: Results) -> StepResult:
             done_s = time.monotonic()
-            started_s, self._ended_s = max(launched_s, self._ended_s), done_s
+            started_s, self._ended_s = max(begun_s, self._ended_s), done_s
             if self._trace is not None:
                 name = f"{batch.num_tokens} tokens of {len(batch.rows)} requests"
                 self._trace.span("device", name, int(started_s * 1e9), int(done_s * 1e9))
@@ -259,7 +261,7 @@ class IterationRunner:
             rows = collect(batch, now.outputs, found, prompt_tokens, loads, failures)
             if now.has_masks:
                 append_tokens(batch.rows, rows)
-            return StepResult(rows, started_s, done_s)
+            return StepResult(rows, started_s, done_s, launched_s)
 
         return_results(self._resources, self._timelines.streams[Lane.COMPUTE], now.outputs, read, done)
 
