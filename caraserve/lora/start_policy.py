@@ -15,10 +15,11 @@ from typing import Literal
 from caraserve.config import LoadingMode
 from caraserve.core.lora_layout import AdapterSpec
 from caraserve.core.machine_profile import Profile, Targets
+from caraserve.lora.copy_groups import MOST_GROUPS, group_ends, groups_in_time
 from caraserve.util.units import ceil_div
 
 _TYPICAL_TOKENS = 128  # of a prompt, for adapters that no request is waiting for
-_LEAST_GROUP_MS = 0.05  # of a copy, below which its fixed cost of some microseconds is noticeable
+_SLOWER = 1.25  # the time of a copy by which groups are divided, over the expected one
 _LEAST_GAIN_MS = 0.5  # that assistance saves: for less, CPU workers are not occupied
 
 
@@ -110,13 +111,13 @@ class StartPolicy:
         Where CPU workers will help the prefill, the copy begins after the layers that they compute first (Toppings
         §4.1). Mode `auto` takes the order with which it expects the prefill to end first.
         """
-        in_order = self._planned(spec, copy_s, prefill.tokens, 0)
+        in_order = self._planned(spec, copy_s, prefill, 0)
         if not self.uses_workers:
             return in_order
         first_layer = self._first_group(spec, copy_s, prefill)
         if first_layer == 0:
             return in_order
-        assisted = self._planned(spec, copy_s, prefill.tokens, first_layer)
+        assisted = self._planned(spec, copy_s, prefill, first_layer)
         if not self.mode.chooses:
             return assisted
         ends_s = [self._ends_s(plan, spec, prefill) for plan in (in_order, assisted)]
@@ -128,53 +129,44 @@ class StartPolicy:
         return start.ends_s
 
     def _first_group(self, spec: AdapterSpec, copy_s: float, prefill: AwaitedPrefill) -> int:
-        """Returns how many layers CPU workers compute while the next ones are copied: the fewest by which the next
-        group, and the last layer, have arrived when the prefill gets to them. 0: the copy begins with the first layer,
-        because none is reached before it has arrived, or because no layer would arrive in time."""
+        """Returns how many layers CPU workers compute while the next ones are copied: the fewest with which all others
+        arrive before they are reached. 0: the copy begins with the first layer, because none is reached before it has
+        arrived, or because no such number is enough."""
         if self.pipeline_groups is not None:
             return self.layers // min(self.pipeline_groups, self.layers) % self.layers
         wait_ms = 1000 * (copy_s - prefill.begins_s)
         layer_ms, load_ms = self._layer_ms(spec, prefill.tokens), self._load_ms(spec)
         on_workers_ms = layer_ms + self._extra_ms(spec, prefill.tokens)
-        second, _ = self._group_sizes(spec, prefill.tokens)
         for first in range(self.layers):
-            others = self.layers - first
-            next_is_late = wait_ms + min(int(second), others) * load_ms > first * on_workers_ms
-            last_is_late = wait_ms + others * load_ms > first * on_workers_ms + (others - 1) * layer_ms
-            if not (next_is_late or last_is_late):
+            most = MOST_GROUPS - (first > 0)
+            ahead_ms = first * on_workers_ms - wait_ms
+            if groups_in_time(self.layers - first, ahead_ms, load_ms, layer_ms, most) is not None:
                 return first
         return 0
 
-    def _planned(self, spec: AdapterSpec, copy_s: float, tokens: int, first_layer: int) -> CopyPlan:
+    def _planned(self, spec: AdapterSpec, copy_s: float, prefill: AwaitedPrefill, first_layer: int) -> CopyPlan:
         """Returns a copy that begins at `copy_s` with `first_layer`, and when each group is expected."""
         ends, before = spec.layer_ends, spec.layer_ends[first_layer - 1] if first_layer else 0
         groups = []
-        for end in self._group_ends(spec, tokens, first_layer):
+        for end in self._group_ends(spec, copy_s, prefill, first_layer):
             num_bytes = ends[end - 1] - before + (spec.num_bytes if end <= first_layer else 0)
             groups.append(ExpectedLayers(end, copy_s + num_bytes / self.link_bytes_per_s))
         return CopyPlan(tuple(groups), first_layer)
 
-    def _group_ends(self, spec: AdapterSpec, tokens: int, first_layer: int) -> list[int]:
-        """Returns where groups of layers end, one of them before `first_layer`."""
+    def _group_ends(self, spec: AdapterSpec, copy_s: float, prefill: AwaitedPrefill, first_layer: int) -> Sequence[int]:
+        """Returns where groups of layers end, one of them before `first_layer`. Copies are taken to be a quarter slower
+        than the link, so that not every delay makes a layer late."""
         if not self.mode.is_layerwise:
             return [self.layers]
         if self.pipeline_groups is not None:
             count = min(self.pipeline_groups, self.layers)
             return [self.layers * (index + 1) // count for index in range(count)]
-        size, growth = self._group_sizes(spec, tokens)
-        ends = [first_layer]
-        while ends[-1] < self.layers:
-            ends.append(min(self.layers, ends[-1] + int(size)))
-            size *= growth
-        return ends if first_layer else ends[1:]
-
-    def _group_sizes(self, spec: AdapterSpec, tokens: int) -> tuple[float, float]:
-        """Returns the layers of the group that is copied first, and by how much each later one is larger. Where loading
-        is faster than computing, that is the ratio of the two; otherwise each layer is a group, so that no layer waits
-        for a later one."""
-        load_ms = self._load_ms(spec)
-        growth = max(1.0, 0.8 * self._layer_ms(spec, tokens) / load_ms)
-        return (float(max(1, int(_LEAST_GROUP_MS / load_ms))) if growth > 1 else 1.0), growth
+        layer_ms, load_ms = self._layer_ms(spec, prefill.tokens), _SLOWER * self._load_ms(spec)
+        before_ms = first_layer * (layer_ms + self._extra_ms(spec, prefill.tokens)) if first_layer else 0.0
+        ahead_ms = 1000 * (prefill.begins_s - copy_s) + before_ms
+        most = MOST_GROUPS - (first_layer > 0)
+        ends = group_ends(self.layers - first_layer, ahead_ms, load_ms, layer_ms, most)
+        return [*([first_layer] if first_layer else []), *(first_layer + end for end in ends)]
 
     def _load_ms(self, spec: AdapterSpec) -> float:
         return 1000 * max(1.0, spec.num_bytes / self.layers) / self.link_bytes_per_s

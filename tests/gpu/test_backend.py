@@ -49,6 +49,7 @@ def ask(
     device_bytes: int | None = None,
     gap_s: float = 0.0,
     padded: bool = False,
+    pipeline_groups: int | None = None,
     seqs: int = 6,
     step_tokens: int = 48,
     params: dict[str, Any] | None = None,
@@ -65,7 +66,7 @@ def ask(
         path.write_text(json.dumps(profile), encoding="utf-8")
         lora = replace(lora, lora_kernel="bgmv-padded", profile=path)
     # The copy begins with the second of two layers, which CPU workers need not compute.
-    lora = replace(lora, pipeline_groups=2) if mode == "assisted" else lora
+    lora = replace(lora, pipeline_groups=2 if mode == "assisted" else pipeline_groups)
     engine = engine_config(seqs=seqs, step_tokens=step_tokens, kv_bytes=pool_bytes)
 
     async def serve() -> list[Answer]:
@@ -121,7 +122,7 @@ class Seen:
         def finding(plan: Batch, shape: PassShape, arriving: Collection[int]) -> CapturedPass | None:
             replay = find(plan, shape, arriving)
             self.replays += [] if replay is None else [replay.gate is not None]
-            self.waited += len(arriving) > 0
+            self.waited += len(images.arriving({row.adapter_slot for row in plan.rows})) > 0
             if first_layers_late:
                 host.driver.held = set() if self.waited else {Lane.COPY}
             return replay
@@ -133,15 +134,18 @@ class Seen:
         captured_graphs.find, images._relocate = finding, relocating  # type: ignore[method-assign, assignment]
 
 
-@pytest.mark.parametrize("last", [Lane.LORA, Lane.COPY, Lane.GATE])
-def test_graphs_answer_like_kernels_launched_one_by_one(subject: Subject, last: Lane | None) -> None:
-    """Also while layers are being copied."""
+@pytest.mark.parametrize(
+    ("last", "groups"), [(Lane.LORA, 2), (Lane.COPY, 2), (Lane.GATE, 2), (Lane.COPY, 1)], ids=lambda value: str(value)
+)
+def test_graphs_answer_like_kernels_launched_one_by_one(subject: Subject, last: Lane | None, groups: int) -> None:
+    """Also while layers are being copied, by gated graphs; those that are copied at once, by the ordinary ones."""
     rng, seen = random.Random(f"graphs {last}"), Seen()
     asked = some_requests(rng, [None, *subject.adapters], 12)
-    device: dict[str, Any] = {"seed": 1, "last": last, "graph_bytes": 1 << 30}
+    device: dict[str, Any] = {"seed": 1, "last": last, "graph_bytes": 1 << 30, "pipeline_groups": groups}
     answers = ask(subject, asked, 5, prepare=lambda host: seen.look_at(host, first_layers_late=True), **device)
     check(subject, asked, answers, 5)
-    assert {True, False} <= set(seen.replays)
+    assert seen.waited
+    assert set(seen.replays) == ({False} if groups == 1 else {True, False})
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from caraserve.config import LAYERWISE_MODES, LOADING_MODES
 from caraserve.core.lora_layout import AdapterSpec
-from caraserve.lora.start_policy import NO_PREFILL, AwaitedPrefill, CopyPlan, ExpectedLayers, PrefillStart, StartPolicy
+from caraserve.lora.copy_groups import MOST_GROUPS
+from caraserve.lora.start_policy import AwaitedPrefill, CopyPlan, ExpectedLayers, PrefillStart, StartPolicy
 from caraserve.model.dtype import Dtype
 
 MIB = 1 << 20
@@ -49,6 +50,7 @@ def rules(mode: str, layers: int, layer_ms: float, **changed: Any) -> StartPolic
 
 # --- groups of layers ---
 
+AT_ONCE = AwaitedPrefill(128, begins_s=0.0)
 LAYERS = st.integers(1, 80)
 LAYER_BYTES = st.integers(0, 40 * MIB)
 LAYER_MS = st.floats(0, 50)
@@ -56,7 +58,7 @@ SPEEDS = st.floats(1e3, 1e11)  # bytes a second
 
 
 def group_sizes(loading: StartPolicy, spec: AdapterSpec) -> list[int]:
-    return [end - start for start, end in pairwise((0, *ends_of(loading.plan_copy(spec, 0.0, NO_PREFILL))))]
+    return [end - start for start, end in pairwise((0, *ends_of(loading.plan_copy(spec, 0.0, AT_ONCE))))]
 
 
 def ends_of(plan: CopyPlan) -> list[int]:
@@ -74,37 +76,16 @@ def test_every_layer_is_in_a_group(mode: str, layers: int, num_bytes: int, layer
     sizes = group_sizes(rules(mode, layers, layer_ms, link_bytes_per_s=speed), adapter(layers, num_bytes))
     assert min(sizes) > 0
     assert sum(sizes) == layers
+    assert len(sizes) <= MOST_GROUPS
 
 
-@given(layers=LAYERS, num_bytes=st.integers(1, 40 * MIB), load_ms=st.floats(1, 50), share=st.floats(0, 1))
-def test_layers_are_copied_one_by_one_where_loading_is_slower_than_computing(
-    layers: int, num_bytes: int, load_ms: float, share: float
+@given(layers=LAYERS, num_bytes=st.integers(1, 40 * MIB), layer_ms=LAYER_MS, speed=SPEEDS)
+def test_an_adapter_that_arrives_well_before_its_prefill_is_one_group(
+    layers: int, num_bytes: int, layer_ms: float, speed: float
 ) -> None:
-    loading = rules("pipelined", layers, share * load_ms, link_bytes_per_s=1000 * num_bytes / load_ms)
-    assert group_sizes(loading, adapter(layers, num_bytes)) == [1] * layers
-
-
-@given(layers=LAYERS, num_bytes=st.integers(2 * MIB, 40 * MIB), load_ms=st.floats(1, 50), ratio=st.floats(2.6, 9))
-def test_groups_grow_by_at_most_the_ratio_of_loading_to_computing(
-    layers: int, num_bytes: int, load_ms: float, ratio: float
-) -> None:
-    """The next group is loaded while one is computed, so it may be larger by the ratio of the two speeds, and one layer
-    more by rounding."""
-    loading = rules("pipelined", layers, ratio * load_ms, link_bytes_per_s=1000 * num_bytes / load_ms)
-    sizes = group_sizes(loading, adapter(layers, num_bytes))
-    assert sizes[0] == 1
-    assert all(before < after for before, after in pairwise(sizes[:-1]))
-    assert all(after <= (before + 1) * ratio for before, after in pairwise(sizes))
-
-
-@given(num_bytes=st.integers(1000, 2 * MIB), speed=st.floats(1e7, 1e11))
-def test_layers_of_a_few_microseconds_are_not_copied_alone_where_loading_is_faster(
-    num_bytes: int, speed: float
-) -> None:
-    loading = rules("pipelined", 80, layer_ms=500, link_bytes_per_s=speed)
-    first, load_ms = group_sizes(loading, adapter(80, num_bytes))[0], 1000 * num_bytes / speed
-    assert first in (1, 80) or 0.05 - load_ms < first * load_ms <= 0.05
-    assert first > 1 or load_ms > 0.025
+    copy_s = layers * num_bytes / speed
+    loading, prefill = rules("pipelined", layers, layer_ms, link_bytes_per_s=speed), AwaitedPrefill(40, 1.26 * copy_s)
+    assert ends_of(loading.plan_copy(adapter(layers, num_bytes), 0.0, prefill)) == [layers]
 
 
 # --- the layer that is copied first ---
@@ -112,14 +93,14 @@ def test_layers_of_a_few_microseconds_are_not_copied_alone_where_loading_is_fast
 
 @dataclass(frozen=True)
 class Copy:
-    """An adapter of 12 layers to be copied for a prefill that begins at `BEGINS_S`."""
+    """An adapter of 7 layers to be copied for a prefill that begins at `BEGINS_S`: each may be a group of its own."""
 
     layer_ms: float  # of the prefill
     load_ms: float  # of a layer
     cpu_ms: float  # of a layer's modules, on the one worker
     copy_s: float
 
-    LAYERS = 12
+    LAYERS = 7
     BEGINS_S = 100.0
 
     def plan(self, mode: str = "assisted", **changed: Any) -> CopyPlan:
@@ -140,7 +121,7 @@ class Copy:
 copies = st.builds(
     Copy,
     layer_ms=st.integers(1, 16),
-    load_ms=st.integers(13, 40),  # too slow for groups of several layers
+    load_ms=st.integers(1, 40),
     cpu_ms=st.integers(1, 16),
     copy_s=st.integers(-64, 64).map(lambda wait: Copy.BEGINS_S + wait / 1024),
 )
@@ -170,9 +151,9 @@ def test_layers_before_the_first_one_copied_arrive_last(copy: Copy) -> None:
 def test_the_first_group_is_larger_the_longer_the_link_is_busy_and_the_faster_the_prefill() -> None:
     copy = Copy(layer_ms=8, load_ms=13, cpu_ms=8, copy_s=Copy.BEGINS_S)
     busy = [replace(copy, copy_s=Copy.BEGINS_S + wait_ms / 1000) for wait_ms in (0, 32, 64)]
-    fast = [replace(copy, layer_ms=layer_ms, cpu_ms=layer_ms) for layer_ms in (8, 6, 4)]
-    assert [each.plan().first_layer for each in busy] == [4, 5, 7]
-    assert [each.plan().first_layer for each in fast] == [4, 5, 7]
+    fast = [replace(copy, layer_ms=layer_ms, cpu_ms=layer_ms) for layer_ms in (8, 5, 3)]
+    assert [each.plan().first_layer for each in busy] == [3, 4, 6]
+    assert [each.plan().first_layer for each in fast] == [3, 4, 5]
 
 
 @given(copy=copies, mode=st.sampled_from([*LAYERWISE_MODES]))
@@ -199,12 +180,12 @@ def test_a_number_of_groups_replaces_the_rule() -> None:
     copy = Copy(layer_ms=8, load_ms=13, cpu_ms=8, copy_s=Copy.BEGINS_S)
     by_count = {count: copy.plan(pipeline_groups=count) for count in (1, 2, 5, 40)}
     assert {count: ends_of(plan) for count, plan in by_count.items()} == {
-        1: [12],
-        2: [6, 12],
-        5: [2, 4, 7, 9, 12],
-        40: [*range(1, 13)],
+        1: [7],
+        2: [3, 7],
+        5: [1, 2, 4, 5, 7],
+        40: [*range(1, 8)],
     }
-    assert [plan.first_layer for plan in by_count.values()] == [0, 6, 2, 1]
+    assert [plan.first_layer for plan in by_count.values()] == [0, 3, 1, 1]
     assert copy.plan("pipelined", pipeline_groups=2).first_layer == 0
 
 

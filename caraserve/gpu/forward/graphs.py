@@ -86,9 +86,9 @@ def bucket_of(
 ) -> Bucket | None:
     """Returns the bucket that a batch needs, of exact size, or None if it must be launched kernel by kernel.
 
-    `arriving`: adapter slots with missing layers; `groups`: shapes of the groups in which the batch's adapters have
-    modules; `attention_inputs`: those of the plan; `segmented`: whether an adapter has more decoding rows than BGMV
-    takes."""
+    `arriving`: adapter slots whose layers arrive one after another; `groups`: shapes of the groups in which the batch's
+    adapters have modules; `attention_inputs`: those of the plan; `segmented`: whether an adapter has more decoding rows
+    than BGMV takes."""
     if any(row.prompt_logprobs is not None for row in batch.rows):
         return None  # every token is scored: far more logits than a graph has room for
     slots = {row.adapter_slot for row in batch.rows}

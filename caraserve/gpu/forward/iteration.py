@@ -181,7 +181,8 @@ class IterationRunner:
             shape, place = now.filled.shape, slice(0, len(self._words))
         arriving = self._images.arriving(now.adapters)
         weights = self._merge(batch.merged)
-        captured = self._captured_graphs.find(batch, shape, arriving) if arriving else now.captured
+        by_layers = self._images.arriving_by_layers(now.adapters)
+        captured = self._captured_graphs.find(batch, shape, by_layers) if by_layers else now.captured
         masked = self._masks.prepare(batch.rows, now.outputs) if now.has_masks else None
         steps = captured or self._decoder.make_pass(shape, weights=weights, masked=masked)
 

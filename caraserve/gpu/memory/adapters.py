@@ -189,6 +189,10 @@ class DeviceImages:
         """Returns the slots with layers that may be missing."""
         return [slot for slot in self._loading if slot in slots]
 
+    def arriving_by_layers(self, slots: Collection[int]) -> list[int]:
+        """Returns the slots some of whose layers can be used while others are missing."""
+        return [slot for slot in self.arriving(slots) if not self._copier.arrives_at_once(slot)]
+
     def items_of(self, slots: Sequence[int]) -> tuple[list[tuple[AdapterItems, ...]], int]:
         """Returns the BGMV kernels' items of each of these adapters by group shape, and the most rank rows that are
         computed. An adapter's are one object as long as it is bound to its slot and computed at the same rank.

@@ -135,6 +135,15 @@ class AdapterCopier:
             index for index, group in enumerate(load.image.groups) if group.first_layer <= layer < group.end_layer
         )
 
+    def arrives_at_once(self, slot: int) -> bool:
+        """True if no layer of an adapter is of use before all have arrived: the group that begins at layer 0 is the
+        only one that had not arrived when the driver was last polled, or all had."""
+        load = self._loads.get(slot)
+        if load is None:
+            return True
+        there = sum(covers(self._timelines.known, at(Lane.COPY, mark)) for mark in load.marks)
+        return all(group.first_layer == 0 for group in load.image.groups[there:])
+
     def arrival(self, slot: int, layer: int) -> Marks | None:
         """Returns the marks after which a layer has arrived, or None if its group has not been issued."""
         load = self._loads.get(slot)

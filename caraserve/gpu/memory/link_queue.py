@@ -1,8 +1,8 @@
 """The order in which adapters are copied over the link to the device, and predicted arrivals.
 
 An adapter is copied in layer groups, and a group in spans small enough that a more urgent one never waits long. Spans
-that a launched iteration waits for go first, then loads in the order of their start. Only about 3 ms of copies are
-issued ahead, because issued copies cannot be overtaken. `copier.py` issues the spans.
+that a launched iteration waits for go first and are larger, then loads in the order of their start. Only about 3 ms of
+copies are issued ahead, because issued copies cannot be overtaken. `copier.py` issues the spans.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,6 +12,7 @@ from itertools import pairwise
 
 SPAN_BYTES = 16 << 20  # 0.3 ms of an H200's link
 _LEAST_SPAN_BYTES = 256 << 10
+_COMMITTED_SPANS = 4  # spans issued as one copy when an iteration waits for them: its launch waits for their issue
 _SPAN_S = 0.001  # most of one span, on a link on which `SPAN_BYTES` would take longer
 _WINDOW_S = 0.003  # issued ahead: the launching thread sleeps for 1 ms at a time, and then waits for the interpreter
 
@@ -116,7 +117,8 @@ class LinkQueue:
             return None
         group = load.groups[load.at]
         start = group.start + load.issued
-        end = min(group.end, start + self._span_bytes)
+        most_bytes = self._span_bytes * (_COMMITTED_SPANS if load.at < load.committed else 1)
+        end = min(group.end, start + most_bytes)
         span = Span(load.slot, start, end, load.at if end == group.end else None)
         load.issued += end - start
         self.in_flight += end - start

@@ -163,6 +163,27 @@ def test_bytes_of_a_cancelled_load_are_reused_after_its_issued_copies() -> None:
         assert case.queue.next() is None
 
 
+@pytest.mark.parametrize(
+    ("ends", "first_layer", "at_once"),
+    [((), 0, [True, True]), ((2,), 0, [False, False, True]), ((2,), 2, [False, True, True])],
+    ids=["one group", "two groups", "the first layers last"],
+)
+def test_an_adapter_arrives_at_once_unless_a_layer_is_of_use_before_another(
+    ends: tuple[int, ...], first_layer: int, at_once: list[bool]
+) -> None:
+    case = CopierCase(Random(0))
+    groups = layer_groups((2, 4, 6, 8), ends, first_layer)
+    case.copier.load(case.image(0, 8, groups, NOTHING), lambda: None)
+    case.copier.commit([0], LAYERS)
+    found = [case.copier.arrives_at_once(0)]
+    for _ in groups:
+        arrived = case.lanes.passed()[Lane.COPY]
+        while case.lanes.passed()[Lane.COPY] == arrived:
+            case.driver.step()
+        found.append(case.copier.arrives_at_once(0))
+    assert found == at_once
+
+
 def test_ready_words_identify_their_load() -> None:
     case = CopierCase(Random(0))
     for _ in range(3):
