@@ -7,7 +7,6 @@ gets the rest of the usable share, less the memory reserved for graphs.
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -140,7 +139,6 @@ class BackendParts:
             padded_rank=sizes.padded_rank,
             with_ready_words=bool(sizes.lora_cpus),
             when_copied=lambda: copies.when_done(context.timelines.streams[Lane.COPY], lambda failure: wake()),
-            now=time.monotonic,
         )
         blocks = [(block, host.on_device(int(block.ctypes.data))) for block in region.results]
         own = zip(("results", "assisted"), (blocks[:_ITERATIONS_AHEAD], blocks[_ITERATIONS_AHEAD:]), strict=True)

@@ -30,7 +30,7 @@ from caraserve.gpu.forward.batch_lists import BatchLists
 from caraserve.gpu.forward.decoder import Decoder
 from caraserve.gpu.forward.graphs import CapturedGraphs
 from caraserve.gpu.forward.lanes import CapturedPass, IterationLane
-from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages
+from caraserve.gpu.memory.adapters import DeviceImages
 from caraserve.gpu.memory.copier import DeviceContext
 from caraserve.gpu.memory.masks import LaneMasks
 from caraserve.gpu.memory.pass_shape import Capacity
@@ -192,14 +192,14 @@ class IterationRunner:
             self._ring.flush()
 
         self._timelines.passed()  # frees events, which would accumulate while nothing is loading
-        issued_s = time.monotonic()
-        number = self._lane.launch(metadata, steps, arriving, NOTHING)
+        number, issued_s = self._lane.launch(metadata, steps, arriving, NOTHING)
         self._images.used(now.adapters, Lane.COMPUTE, number)
         if captured is not None and masked is not None:
             self._decoder.sample_masked(masked, 0, shape.outputs, self._timelines.streams[Lane.COMPUTE])
         begun_s = time.monotonic() if captured is not None else issued_s  # a graph begins when all of it is there
-        bound = {slot: self._images.bound[slot] for slot in arriving}
-        self._return_results(batch, now, bound, {} if masked is None else masked.failures, begun_s, done)
+        arrivals = {slot: self._images.bound[slot].arrivals for slot in arriving}
+        failures = {} if masked is None else masked.failures
+        self._return_results(batch, now, arrivals, failures, (begun_s, issued_s), done)
         self._last = now
 
     def _prepare(self, batch: Batch, stays: "_Unchanging | None", *, is_known: bool) -> "_PreparedBatch":
@@ -240,24 +240,26 @@ class IterationRunner:
         self,
         batch: Batch,
         now: _PreparedBatch,
-        arriving: Mapping[int, BoundAdapter],
+        arrivals: Mapping[int, list[tuple[int, float]]],
         failures: Mapping[int, GrammarFailed],
-        begun_s: float,
+        launch_s: tuple[float, float],
         done: Done,
     ) -> None:
+        """`arrivals`: of adapters that may not have arrived, by slot; `launch_s`: when the device could begin, and when
+        the issue of the kernels began."""
         launched_s = time.monotonic()
         prompt_tokens = self._slots.prompt_tokens.copy()
 
         def read(results: Results) -> StepResult:
             done_s = time.monotonic()
-            started_s, self._ended_s = max(begun_s, self._ended_s), done_s
+            (started_s, issued_s), self._ended_s = (max(each, self._ended_s) for each in launch_s), done_s
             if self._trace is not None:
                 name = f"{batch.num_tokens} tokens of {len(batch.rows)} requests"
                 self._trace.span("device", name, int(started_s * 1e9), int(done_s * 1e9))
             found = values_of(self._decoder, now.outputs, results)
             loads = {
-                slot: ColdStartCost(waited_ms=1000 * stall_s(started_s, done_s, self._layers, bound.arrivals))
-                for slot, bound in arriving.items()
+                slot: ColdStartCost(waited_ms=1000 * stall_s(issued_s, done_s, self._layers, of_slot))
+                for slot, of_slot in arrivals.items()
             }
             rows = collect(batch, now.outputs, found, prompt_tokens, loads, failures)
             if now.has_masks:
@@ -268,7 +270,8 @@ class IterationRunner:
 
 
 def stall_s(started_s: float, done_s: float, layers: int, arrivals: list[tuple[int, float]]) -> float:
-    """Returns how long an iteration waited for layers. `arrivals`: (first layer of a layer group, when it was seen).
+    """Returns how long an iteration waited for layers. `started_s`: when its kernels could begin; `arrivals`: (first
+    layer of a layer group, when it arrived).
 
     Layers take equal times: a group at layer l that came a seconds after the start stalled the iteration by a minus l
     layer times, where a layer time is the time without stalls divided by the layers."""

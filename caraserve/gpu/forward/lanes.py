@@ -4,6 +4,7 @@ The backend's launching thread calls these with a pass (`DecoderPass`); they iss
 (streams.py) order work of different lanes.
 """
 
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -93,13 +94,15 @@ class IterationLane:
         steps: DecoderPass | CapturedPass,
         slots: Collection[int],
         after: Marks,
-    ) -> int:
-        """Issues one iteration and returns its mark. `metadata` issues the copies of what kernels read of the batch; a
-        captured pass finds it where it was captured. `slots`: adapters of its rows that may not have arrived. `after`:
-        other lanes' work that wrote what this reads, or read what this writes."""
+    ) -> tuple[int, float]:
+        """Issues one iteration. Returns its mark, and the time at which the issue of its kernels began. `metadata`
+        issues the copies of what kernels read of the batch; a captured pass finds it where it was captured. `slots`:
+        adapters of its rows that may not have arrived. `after`: other lanes' work that wrote what this reads, or read
+        what this writes."""
         self._copier.commit(slots, self._layers)
         self._timelines.wait(Lane.COMPUTE, after)
         metadata(self._stream)
+        began_s = time.monotonic()
         if isinstance(steps, CapturedPass):
             if steps.gate is not None:
                 self._open_gate(steps.gate, slots)
@@ -113,7 +116,7 @@ class IterationLane:
                 self._layers,
                 lambda layer: self._timelines.wait(Lane.COMPUTE, self._copier.arrival_of_all(slots, layer)),
             )
-        return self._timelines.mark(Lane.COMPUTE)
+        return self._timelines.mark(Lane.COMPUTE), began_s
 
     def _open_gate(self, gate: int, slots: Collection[int]) -> None:
         """Makes the gate lane raise the gate word as layers arrive, one layer group after another.

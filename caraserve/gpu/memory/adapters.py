@@ -48,7 +48,7 @@ class BoundAdapter:
     generation: int = 0
     is_placed: bool = False
     is_loading: bool = True
-    arrivals: list[tuple[int, float]] = field(default_factory=list)  # (first layer of group, when seen)
+    arrivals: list[tuple[int, float]] = field(default_factory=list)  # (first layer of group, when it arrived)
 
 
 class DeviceImages:
@@ -66,14 +66,13 @@ class DeviceImages:
         padded_rank: int | None = None,
         with_ready_words: bool = False,
         when_copied: Callable[[], None] = lambda: None,
-        now: Callable[[], float],
     ) -> None:
         """`memory`: the pool's bytes. `padded_rank`: rank at which the padded baseline stores every module.
         `when_copied`: makes `poll` be called once everything issued on the copy lane so far has run."""
         self._driver, self._timelines = context.driver, context.timelines
         self._copier, self._ring = context.copier, context.ring
         self.pool, self.memory, self.tables = pool, memory, tables
-        self._plan, self._host, self._padded_rank, self._now = plan, host, padded_rank, now
+        self._plan, self._host, self._padded_rank = plan, host, padded_rank
         self._when_copied = when_copied
         words = (tables.slots, len(plan.layers)) if with_ready_words else (0, 0)
         self._ready = torch.zeros(words, dtype=torch.int32, device=memory.device)
@@ -274,7 +273,7 @@ class DeviceImages:
             after=grant.after,
             ready=self.ready_words(slot) if self._ready.numel() else (),
             rows=None if self._padded_rank is None else lambda group: self._rows(bound, group),
-            arrived=lambda group: bound.arrivals.append((group.first_layer, self._now())),
+            arrived=lambda group, at_s: bound.arrivals.append((group.first_layer, at_s)),
             issued=self._when_copied,
         )
         bound.generation = self._copier.load(image, arrived)

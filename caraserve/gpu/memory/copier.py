@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from torch import Tensor
 
@@ -26,7 +27,7 @@ class CopyRequest:
     """One adapter to be copied, as device addresses. `ready`: addresses of a word per layer, which is set to the load's
     `generation` when the layer has arrived, so that a kernel never takes a previous adapter's layers for these.
     `rows`: the row copies of a layer group in the padded baseline; None: one range of bytes. `arrived` is called when a
-    layer group is seen to have arrived."""
+    layer group is seen to have arrived, with the time at which it probably did."""
 
     slot: int
     source: int
@@ -36,7 +37,7 @@ class CopyRequest:
     after: Marks  # marks after which the bytes may be written
     ready: Sequence[int] = ()
     rows: Callable[[LayerGroup], Sequence[RowCopy]] | None = None
-    arrived: Callable[[LayerGroup], None] = lambda group: None
+    arrived: Callable[[LayerGroup, float], None] = lambda group, at_s: None
     issued: Callable[[], None] = lambda: None  # called when the last span has been issued
 
 
@@ -51,17 +52,32 @@ class _CopyProgress:
     seen: int = 0  # layer groups for which `arrived` was called
 
 
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    mark: int  # after the copy
+    num_bytes: int
+    issued_s: float
+
+
 class AdapterCopier:
     """Copies adapters. Used by the launching thread only."""
 
-    def __init__(self, driver: Driver, timelines: Timelines, queue: LinkQueue, arrivals_word: int) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        timelines: Timelines,
+        queue: LinkQueue,
+        arrivals_word: int,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`arrivals_word`: device address of a word that is 0 now. After each layer group it gets the copy lane's mark
         of it, so that a stream can wait for several groups by one driver call."""
-        self._driver, self._timelines, self._queue = driver, timelines, queue
+        self._driver, self._timelines, self._queue, self._now = driver, timelines, queue, now
         self.arrivals_word = arrivals_word
         self._stream = timelines.streams[Lane.COPY]
         self._loads: dict[int, _CopyProgress] = {}
-        self._in_flight: deque[tuple[int, int]] = deque()  # (mark, bytes) of spans
+        self._in_flight: deque[_InFlight] = deque()  # spans
+        self._polled_s = self._free_s = -inf  # the last poll; when the last span that has arrived probably did
         self._generations = 0
 
     def time_link(self, target: int, source: int, num_bytes: int) -> None:
@@ -87,12 +103,13 @@ class AdapterCopier:
 
     def poll(self) -> None:
         """Records what has arrived, and issues what comes next."""
+        began_s = self._now()
         passed = self._timelines.passed()[Lane.COPY]
-        while self._in_flight and self._in_flight[0][0] <= passed:
-            self._queue.arrived(self._in_flight.popleft()[1])
+        arrived_s = self._note_arrivals(passed)
+        self._polled_s = began_s
         for load in self._loads.values():
-            while load.seen < len(load.marks) and load.marks[load.seen] <= passed:
-                load.image.arrived(load.image.groups[load.seen])
+            while load.seen < len(load.marks) and (mark := load.marks[load.seen]) <= passed:
+                load.image.arrived(load.image.groups[load.seen], arrived_s[mark])
                 load.seen += 1
         complete = [load for load in self._loads.values() if self._is_complete(load) and load.marks[-1] <= passed]
         for load in complete:
@@ -100,6 +117,17 @@ class AdapterCopier:
             load.done()
         while (span := self._queue.next(self._blocked())) is not None:
             self._issue(span)
+
+    def _note_arrivals(self, passed: int) -> dict[int, float]:
+        """Removes what has arrived from the link. Returns by mark when it probably did: as the link's speed says, but
+        not before the last poll, which did not see it. This thread may have been busy for many ms since."""
+        now_s, arrived_s = self._now(), {}
+        while self._in_flight and self._in_flight[0].mark <= passed:
+            span = self._in_flight.popleft()
+            self._queue.arrived(span.num_bytes)
+            expected_s = max(self._free_s, span.issued_s) + span.num_bytes / self._queue.bytes_per_s
+            self._free_s = arrived_s[span.mark] = min(now_s, max(expected_s, self._polled_s))
+        return arrived_s
 
     def commit(self, slots: Collection[int], layers: int) -> None:
         """Issues what is missing of the first `layers` layers of these slots, for an iteration that is about to be
@@ -208,7 +236,7 @@ class AdapterCopier:
             words = [WordWrite(word, load.generation) for word in ready]
             self._driver.word_operations(self._stream, [*words, WordWrite(self.arrivals_word, mark % WORD_VALUES)])
         load.last = self._timelines.mark(Lane.COPY)
-        self._in_flight.append((load.last, span.end - span.start))
+        self._in_flight.append(_InFlight(load.last, span.end - span.start, self._now()))
         if span.group is not None:
             load.marks.append(load.last)
             if self._is_complete(load):

@@ -184,6 +184,29 @@ def test_an_adapter_arrives_at_once_unless_a_layer_is_of_use_before_another(
     assert found == at_once
 
 
+def test_what_is_seen_late_arrived_when_the_links_speed_says() -> None:
+    """The launching thread looks at 1 s, and again when it has launched kernels for 9 s. The link is as fast as
+    measured, then ten times slower."""
+    driver, memory, now_s = HostDriver(finds_races=True), np.zeros(4000, np.uint8), [0.0]
+    arrivals, seen = np.zeros(1, np.uint32), list[tuple[int, float]]()
+    lanes = Timelines(driver)
+    copier = AdapterCopier(driver, lanes, LinkQueue(LINK, 2000), address(arrivals), now=lambda: now_s[0])
+    groups = layer_groups((500, 1000, 1500, 2000), (1, 2, 3))
+    where = address(memory), address(memory[2000:])
+    copier.load(
+        CopyRequest(
+            1, *where, 2000, groups, NOTHING, arrived=lambda group, at_s: seen.append((group.first_layer, at_s))
+        ),
+        lambda: None,
+    )
+    for at_s, arrived in ((0.0, 1), (1.0, 3), (10.0, 4), (11.0, 4)):
+        now_s[0] = at_s
+        copier.poll()
+        while lanes.passed()[Lane.COPY] < arrived:
+            driver.step()
+    assert seen == [(0, 0.5), (1, 1.0), (2, 1.5), (3, 10.0)]
+
+
 def test_ready_words_identify_their_load() -> None:
     case = CopierCase(Random(0))
     for _ in range(3):
