@@ -72,13 +72,18 @@ def _fits(made: Profile) -> TextTable:
     latency = f"{_time(made.link_latency_ms)} + " if made.link_latency_ms else ""
     handoff = "not measured" if made.handoff_ms is None else _time(made.handoff_ms)
     prefill, decode = made.prefill, made.decode
+    curve = prefill.curve
+    computed = f"{_time(curve.base_ms)} + tokens · {_time(curve.per_token_ms)}"
+    base = f"max({_time(curve.least_ms)}, {computed})" if curve.least_ms else computed
+    lora = f"LoRA {_time(curve.lora_ms)} + tokens · rank · {_time(curve.per_token_rank_ms)}"
     token = f"{_time(prefill.per_token_ms)} + rank · {_time(prefill.per_token_rank_ms)}"
     work = "requests · max rank" if decode.is_padded else "Σ rank"
     each = f"requests · {_time(decode.gamma_ms)} + {work} · {_time(decode.alpha_ms)}"
     rows = [
         ("copy to the device", f"{latency}bytes at {made.link_bytes_per_s / 1e9:.1f} GB/s", ""),
         ("hand-off to a worker", handoff, ""),
-        ("prefill", f"{_time(prefill.base_ms)} + tokens · ({token})", f"{prefill.r2:.3f}"),
+        ("prefill", f"{base}; {lora}", f"{curve.r2:.3f}"),
+        ("prefill, a line", f"{_time(prefill.base_ms)} + tokens · ({token})", f"{prefill.r2:.3f}"),
         ("decode", f"{_time(decode.beta_ms)} + {each}", f"{decode.r2:.3f}"),
     ]
     for name, fit, x in (("padded", decode.padded, "requests · max rank"), ("unpadded", decode.unpadded, "Σ rank")):
@@ -113,7 +118,8 @@ def _draw(made: Profile) -> bytes:
         tokens, colour = [at for at, _ in points], line_style(place)["color"]
         left.plot(tokens, [made.prefill_ms(at, rank) for at in tokens], label=f"rank {rank}", color=colour)
         left.scatter(tokens, [ms for _, ms in points], color=colour, s=14)
-    style(left, xlabel="prompt tokens", ylabel="time, ms", title=f"prefill: points and fit, R² = {made.prefill.r2:.3f}")
+    fit = f"prefill: points and fit, R² = {made.prefill.curve.r2:.3f}"
+    style(left, xlabel="prompt tokens", ylabel="time, ms", title=fit)
     left.legend(fontsize=8, frameon=False)
     decode = made.decode
     works = [p.batch * p.rank_max if decode.is_padded else p.rank_sum for p in decode.points]

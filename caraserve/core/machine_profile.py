@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from caraserve.errors import ConfigError
 from caraserve.util.cache_folder import cache_folder
 
-SCHEMA = 3  # increases when a field changes its name or meaning
+SCHEMA = 4  # increases when a field changes its name or meaning
 
 Targets = Literal["qkv", "all"]  # modules that read the attention's input; or all of a layer
 
+_KNEE_GAIN = 0.5  # most squared errors of a curve with a knee, over those of one without
+_NEARLY = 1.5  # squared errors of curves that are nearly equal, over those of the best
 _FIXED_SHARE = 0.2  # of the time of a slice, at the knee
 ASSUMED_HANDOFF_MS = 0.05  # if not measured; 0.04 ms for 16 tokens and one worker on a Zen 5 core
 LEAST_HANDOFF_MS = 0.002  # x, a request, deltas and an answer pass from core to core; less is a mistake of the clock
@@ -52,8 +55,13 @@ def fit_times(columns: Sequence[Sequence[float]], values: Sequence[float]) -> tu
         if coefficients.min() >= 0:
             break
         left.remove(int(coefficients.argmin()))
-    residual, total = ((matrix @ coefficients - y) ** 2).sum(), ((y - y.mean()) ** 2).sum()
-    return tuple(coefficients.tolist()), float(1.0 - residual / total) if total else 1.0
+    return tuple(coefficients.tolist()), _r2(matrix @ coefficients, y)
+
+
+def _r2(predicted: ArrayLike, measured: ArrayLike) -> float:
+    y = np.asarray(measured, float)
+    residual, total = ((np.asarray(predicted, float) - y) ** 2).sum(), ((y - y.mean()) ** 2).sum()
+    return float(1.0 - residual / total) if total else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +95,67 @@ class PrefillPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillCurve:
+    """`ms = max(least, base + tokens · per_token)`, and with an adapter `lora + tokens · rank · per_token_rank` more.
+
+    A device with many cores computes a few tokens as fast as it reads the weights, `least`; the kernels of an adapter
+    take it some time, `lora`, however few tokens there are.
+    """
+
+    least_ms: float
+    base_ms: float
+    per_token_ms: float
+    lora_ms: float
+    per_token_rank_ms: float
+    r2: float
+
+    @classmethod
+    def fitted(cls, points: Sequence[PrefillPoint]) -> Self:
+        """Fits the points by least squares of relative errors: once without `least_ms`, and with each number of the
+        smallest sizes as those that take it. A curve with it must be clearly better, because noise makes steps, too; of
+        nearly equal ones, the one with most of the sizes counts."""
+        sizes = sorted({point.tokens for point in points})
+        line, *curves = (cls._fitted(points, size) for size in (0, *sizes[:-1]))
+        most_error = min([_KNEE_GAIN * line._error(points), *(_NEARLY * curve._error(points) for curve in curves)])
+        return next((curve for curve in reversed(curves) if curve._error(points) <= most_error), line)
+
+    @classmethod
+    def _fitted(cls, points: Sequence[PrefillPoint], flat_tokens: int) -> Self:
+        """Fits the points, of which those of up to `flat_tokens` take `least_ms`. Where few points leave a choice, time
+        counts for the tokens rather than for each iteration."""
+        columns = [
+            [float(point.tokens <= flat_tokens) for point in points],
+            [float(point.tokens) * (point.tokens > flat_tokens) for point in points],
+            [float(point.tokens > flat_tokens) for point in points],
+            [float(point.tokens * point.rank) for point in points],
+            [float(point.rank > 0) for point in points],
+        ]
+        relative = [[value / point.ms for value, point in zip(each, points, strict=True)] for each in columns]
+        (least_ms, per_token_ms, base_ms, per_token_rank_ms, lora_ms), _ = fit_times(relative, [1.0] * len(points))
+        curve = cls(least_ms, base_ms, per_token_ms, lora_ms, per_token_rank_ms, r2=0.0)
+        predicted = [curve.ms(point.tokens, point.rank) for point in points]
+        return dataclasses.replace(curve, r2=_r2(predicted, [point.ms for point in points]))
+
+    def _error(self, points: Sequence[PrefillPoint]) -> float:
+        return sum((self.ms(point.tokens, point.rank) / point.ms - 1) ** 2 for point in points)
+
+    def ms(self, tokens: int, rank: int) -> float:
+        """Returns the time of one iteration over `tokens` of a prompt."""
+        lora_ms = self.lora_ms + tokens * rank * self.per_token_rank_ms if rank else 0.0
+        return max(self.least_ms, self.base_ms + tokens * self.per_token_ms) + lora_ms
+
+
+@dataclass(frozen=True, slots=True)
 class Prefill:
-    """`ms = base + tokens · per_token + tokens · rank · per_token_rank`."""
+    """The curve through the points, and for routers a line: `ms = base + tokens · per_token + tokens · rank ·
+    per_token_rank`."""
 
     points: tuple[PrefillPoint, ...]
+    curve: PrefillCurve
     base_ms: float
     per_token_ms: float
     per_token_rank_ms: float
-    r2: float
+    r2: float  # of the line
 
     @classmethod
     def fitted(cls, points: Sequence[PrefillPoint]) -> Self:
@@ -105,7 +166,7 @@ class Prefill:
             [float(point.tokens * point.rank) for point in points],
         ]
         (base_ms, per_token_ms, per_token_rank_ms), r2 = fit_times(columns, [point.ms for point in points])
-        return cls(tuple(points), base_ms, per_token_ms, per_token_rank_ms, r2)
+        return cls(tuple(points), PrefillCurve.fitted(points), base_ms, per_token_ms, per_token_rank_ms, r2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +255,7 @@ class Profile:
 
     def prefill_ms(self, tokens: int, rank: int) -> float:
         """Returns the time of one iteration over `tokens` of a prompt."""
-        fit = self.prefill
-        return fit.base_ms + tokens * (fit.per_token_ms + rank * fit.per_token_rank_ms)
+        return self.prefill.curve.ms(tokens, rank)
 
     def decode_ms(self, ranks: Sequence[int]) -> float:
         """Returns the time of one iteration for requests with adapters of these ranks (0: base model)."""

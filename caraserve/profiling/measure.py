@@ -48,6 +48,7 @@ class _Effort:
     loading_s: float = 5.0  # most time for loading them; a slow link loads fewer
     base_batches: tuple[int, ...] = (1, 4, 8, 16, 32)
     prefill_tokens: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
+    long_prefill_tokens: tuple[int, ...] = (512, 1024)  # of GPUs, for which few tokens take as long as some hundred
     context_tokens: int = 128  # of decoding requests
     contexts: int = 32  # computed contexts; further requests share them
     most_token_ms: float = math.inf  # most time of one token alone; a slower model is not measured
@@ -64,6 +65,7 @@ _QUICK = _Effort(
     loading_s=0.3,
     base_batches=(1, 8, 16),
     prefill_tokens=(4, 16, 64, 128),
+    long_prefill_tokens=(512,),
     context_tokens=16,
     contexts=1,
     most_token_ms=200.0,
@@ -120,6 +122,8 @@ def measure(
     """
     started_s = time.monotonic()
     effort = _QUICK if quick else _Effort()
+    if accelerator:
+        effort = replace(effort, prefill_tokens=(*effort.prefill_tokens, *effort.long_prefill_tokens))
 
     dtype = dtype or plan.dtype
     device = MeasuredBackend(backend)

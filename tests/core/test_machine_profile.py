@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from caraserve.core.machine_profile import (
     LineFit,
     LoraRate,
     Prefill,
+    PrefillCurve,
     PrefillPoint,
     Profile,
     default_path,
@@ -43,7 +46,14 @@ def profile(**changes: Any) -> Profile:
             for index, targets in enumerate(("qkv", "all"))
             for rank, pair in RATES.items()
         ),
-        prefill=Prefill((PrefillPoint(16, 8, 5.5),), base_ms=4.0, per_token_ms=0.25, per_token_rank_ms=0.5**9, r2=0.99),
+        prefill=Prefill(
+            (PrefillPoint(16, 8, 5.5),),
+            PrefillCurve(8.0, base_ms=4.0, per_token_ms=0.25, lora_ms=0.5, per_token_rank_ms=0.5**9, r2=0.99),
+            base_ms=5.0,
+            per_token_ms=0.125,
+            per_token_rank_ms=0.5**8,
+            r2=0.75,
+        ),
         decode=Decode(
             (DecodePoint(2, 16, 8, 1e-300),),
             padded=LineFit(0.5, 3.0, 0.5),
@@ -70,6 +80,28 @@ def test_the_prefill_fit_finds_the_coefficients_of_the_points() -> None:
     assert (fit.base_ms, fit.per_token_ms, fit.per_token_rank_ms) == pytest.approx((3.0, 0.25, 0.002))
     assert fit.r2 == pytest.approx(1.0)
     assert fit.points == tuple(points)
+
+
+def curve_points(curve: PrefillCurve, sizes: Sequence[int]) -> list[PrefillPoint]:
+    """A millisecond of noise in a hundred, the same for every law."""
+    noise = cycle((1.01, 0.99, 0.995, 1.0, 1.005))
+    return [PrefillPoint(tokens, rank, curve.ms(tokens, rank) * next(noise)) for tokens in sizes for rank in (0, 8, 32)]
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        PrefillCurve(0.0, 3.0, 0.25, 0.0, 0.002, 1.0),
+        PrefillCurve(5.4, 1.5, 0.021, 0.9, 5e-5, 1.0),
+        PrefillCurve(20.0, 0.0, 0.1, 2.0, 5e-4, 1.0),
+    ],
+    ids=["a line", "an H200 with 7B", "a knee at 200 tokens"],
+)
+def test_the_prefill_curve_finds_the_times_of_few_and_of_many_tokens(law: PrefillCurve) -> None:
+    fit = Prefill.fitted(curve_points(law, (4, 16, 64, 128, 512))).curve
+    for tokens, rank in product((1, 16, 100, 128, 512, 1024), (0, 8, 64)):
+        assert fit.ms(tokens, rank) == pytest.approx(law.ms(tokens, rank), rel=0.08)
+    assert (fit.least_ms > 0) == (law.least_ms > 0)
 
 
 def decode_points(law: Any) -> list[DecodePoint]:
@@ -148,7 +180,9 @@ def test_equal_times_are_explained_by_the_base_alone() -> None:
 
 def test_predictions_match_a_calculation_by_hand() -> None:
     made = profile()
-    assert made.prefill_ms(64, 8) == 4.0 + 64 * 0.25 + 64 * 8 * 0.5**9
+    assert made.prefill_ms(64, 8) == 4.0 + 64 * 0.25 + 0.5 + 64 * 8 * 0.5**9
+    assert made.prefill_ms(64, 0) == 4.0 + 64 * 0.25
+    assert made.prefill_ms(15, 0) == 8.0
     assert made.decode_ms([8, 64, 0]) == 0.125 * 72 + 3 * 0.5 + 6.0
     assert made.decode_ms(()) == 0.0
     assert made.load_ms(4_000_000) == 0.5 + 2.0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from caraserve.cluster.routing.perf_model import DriftWatch, Kernel, PerfModel, operating_point
 from caraserve.core import machine_profile as profiles
-from caraserve.core.machine_profile import Decode, DecodePoint, LineFit, Prefill, PrefillPoint, Profile
+from caraserve.core.machine_profile import Decode, DecodePoint, LineFit, Prefill, PrefillCurve, PrefillPoint, Profile
 
 RANKS = st.lists(st.sampled_from([0, 8, 16, 32, 64, 128]), max_size=40)
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -41,7 +41,7 @@ def profile(alpha_ms: float = 0.002, gamma_ms: float = 0.05, beta_ms: float = 20
         link_latency_ms=0.1,
         handoff_ms=None,
         lora=stored.lora,
-        prefill=Prefill(prefill, 5.0, 0.1, 0.001, 1.0),
+        prefill=Prefill(prefill, PrefillCurve.fitted(prefill), 5.0, 0.1, 0.001, 1.0),
         decode=decode,
     )
 
