@@ -239,8 +239,10 @@ class EngineHarness:
 
     def _end_side_batch(self) -> None:
         failed = self.rng.random() < self.side_batch_failures
-        index = self.backend.side_batches.index(self.rng.choice(self._ending_side_batches()))
-        self.backend.end_side_batch(index, self.rng.choice(("void", "failed")) if failed else "done")
+        ending = self.rng.choice(self._ending_side_batches())
+        leaves = ending.streamed is None and ending.row.count > 1 and self.rng.random() < 0.3
+        outcome = self.rng.choice(("void", "failed")) if failed else "left" if leaves else "done"
+        self.backend.end_side_batch(self.backend.side_batches.index(ending), outcome)
 
     def _any(self, queue: list[Way]) -> Way:
         return queue.pop(self.rng.randrange(len(queue)))

@@ -166,8 +166,9 @@ class FakeBackend:
         ]:
             self.end_side_batch(self.side_batches.index(side_batch), "void")
 
-    def end_side_batch(self, index: int, outcome: Literal["done", "void", "failed"] = "done") -> None:
-        """Ends a side batch that has begun. If it has no result, its blocks get undefined contents."""
+    def end_side_batch(self, index: int, outcome: Literal["done", "left", "void", "failed"] = "done") -> None:
+        """Ends a side batch that has begun. If it has no result, its blocks get undefined contents, and so do those of
+        the second half of its tokens if these are "left" to iterations."""
         side_batch = self.side_batches.pop(index)
         row = side_batch.row
         self.outcomes[outcome] += 1
@@ -181,13 +182,16 @@ class FakeBackend:
             result = structs.replace(self._run_row(row, in_side_batch=True), waited_ms=waited_ms)
             side_batch.done(StepResult((result,), side_batch.began_s, self.now_s))
             return
-        for position in range(row.start, row.start + row.count):
+        done = row.count // 2 if outcome == "left" else 0
+        for position in range(row.start + done, row.start + row.count):
             self._entries[self._place(row.slot, position)] = -position
-        side_batch.done(
-            self._result(self.now_s - 1.0, RowResult(needs_retry=True))
-            if outcome == "void"
-            else RuntimeError("the lane failed")
-        )
+        if outcome == "left":
+            result = self._run_row(structs.replace(row, count=done, samples=False, embeds=False), in_side_batch=True)
+            side_batch.done(self._result(self.now_s - 1.0, structs.replace(result, left_tokens=row.count - done)))
+        elif outcome == "void":
+            side_batch.done(self._result(self.now_s - 1.0, RowResult(needs_retry=True)))
+        else:
+            side_batch.done(RuntimeError("the lane failed"))
 
     def _result(self, began_s: float, *rows: RowResult) -> StepResult:
         return StepResult(rows, began_s, self.now_s)

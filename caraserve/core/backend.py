@@ -42,6 +42,7 @@ class Limits:
     state_bytes: int = 0
     shared: SharedMemory | None = None  # None: KV blocks and adapters have memory of their own
     assisted_batches: int = 0  # maximum of concurrent assisted prefills; 0: CPU workers help only within iterations
+    assisted_chunk_tokens: int | None = None  # computed at a time in an assisted prefill of a side batch
     streamed_batches: int = 0  # maximum of concurrent streamed prefills; 0: a prefill waits for the whole download
     draft_tokens: int = 0  # maximum of drafts in an iteration; 0: rows cannot have any
 

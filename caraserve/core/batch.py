@@ -134,8 +134,10 @@ class RowResult(Struct, frozen=True):
     `needs_retry`: nothing was computed, because CPU workers failed, layers did not arrive, or the wait for them was
     cancelled. The row is to be launched again, without CPU workers. `is_finite`: False if a logit of the row's first
     token, or a number of its embedding, is infinite or not a number; the row has no token, no scores and no embedding
-    then. `failure`: the request's grammar failed, and the row's token is undefined; or its adapter could not be copied,
-    and the row, which is not finite then, was not computed. `embedding`: float32 [hidden], if the row embeds.
+    then. `left_tokens`: so many tokens at the end of an assisted prefill were not computed, because all layers of the
+    adapter have arrived; they are to be computed in iterations. `failure`: the request's grammar failed, and the row's
+    token is undefined; or its adapter could not be copied, and the row, which is not finite then, was not computed.
+    `embedding`: float32 [hidden], if the row embeds.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -146,6 +148,7 @@ class RowResult(Struct, frozen=True):
     cpu_lora_ms: float = 0.0
     needs_retry: bool = False
     is_finite: bool = True
+    left_tokens: int = 0
     failure: CaraServeError | None = None
     embedding: bytes | None = None
 

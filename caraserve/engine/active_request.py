@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from caraserve.core.backend import Limits
@@ -192,6 +193,15 @@ class ActiveRequest:
         self.request.computed = 0 if has_state else self.request.computed - row.count
         self.request.launched_outputs -= row.samples
         self.assist = False
+
+    def leave(self, row: ScheduledRow, result: RowResult) -> ScheduledRow:
+        """Uncounts the tokens of a launched row that are left to iterations. Returns the row of the others."""
+        if not result.left_tokens:
+            return row
+        self.request.computed -= result.left_tokens
+        self.request.launched_outputs -= row.samples
+        count = row.count - result.left_tokens
+        return replace(row, count=count, samples=False, embeds=False, logprobs=None, matcher=None)
 
     def record_waits(self, result: RowResult, interrupted_ms: float) -> None:
         """Adds the time for which a batch waited for this request's adapter and, `interrupted_ms`, for other

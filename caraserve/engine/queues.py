@@ -214,7 +214,8 @@ class RequestQueues:
         """Returns the tokens of a request that the next iteration can compute, and when that begins."""
         left = total_tokens(active.request) - active.request.computed
         tokens = min(left, self._limits.max_step_tokens)
-        return AwaitedPrefill(tokens, begins_s, iteration_s if self.running else 0.0)
+        others = len(self.running) - (active in self.running)
+        return AwaitedPrefill(tokens, begins_s, iteration_s if others else 0.0, others)
 
     def _is_time(self, start: PrefillStart, begins_s: float) -> bool:
         if start.at_s <= begins_s:

@@ -53,7 +53,8 @@ class ResultRecorder:
                 continue
             if waits_ms is not None:
                 active.record_waits(result, waits_ms[index])
-            self._observe_choice(active, outcome.done_s)
+            if not result.left_tokens:
+                self._observe_choice(active, outcome.done_s)
             if not result.is_finite:
                 self._slots.pool.forget(active.request.blocks)  # no later request may reuse its blocks
                 name = active.request.inputs.adapter or self._base_name

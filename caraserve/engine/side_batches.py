@@ -9,7 +9,8 @@ A request of a side batch is in no iteration. Its slot, its blocks and its adapt
 side batch ends, even when the request finishes before. Its blocks are published at the end only, because no other
 batch is ordered behind a side batch. How a side batch ends:
 
-    computed       blocks are published and results recorded, like those of an iteration
+    computed       blocks are published and results recorded, like those of an iteration; iterations compute the tokens
+                   that an assisted prefill leaves, as its adapter has arrived
     needs retry    the row is rolled back; the request continues in iterations without CPU workers, or is requeued
                    until its whole adapter is in host memory
     failed         the request fails
@@ -148,9 +149,10 @@ class SideBatches:
                 if not (self._limits.assisted_batches and active.can_run):
                     requeue(active)
             else:
+                row = active.leave(row, outcome.rows[0])
                 if outcome.rows[0].is_finite:
                     self._slots.publish(active)
-                to_record.append((launched, outcome))
+                to_record.append((LaunchedBatch(((active, row),), launched.result, row.count), outcome))
         return to_record
 
     def _unpin(self, active: ActiveRequest) -> None:

@@ -406,6 +406,7 @@ def _limits(plan: DecoderPlan, dtype: torch.dtype, sizes: GpuSizes, pool_bytes: 
         max_context=sizes.max_context,
         shared=SharedMemory(pool_bytes, block, GRANULE_BYTES, adapter_bytes, least),
         assisted_batches=SYNC_SLOTS if sizes.lora_cpus else 0,
+        assisted_chunk_tokens=ASSISTED_CHUNK_TOKENS if sizes.lora_cpus else None,
         embedding_size=plan.hidden,
         state_bytes=slot_state_bytes(plan, dtype),
     )

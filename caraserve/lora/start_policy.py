@@ -2,6 +2,8 @@
 
 A prefill reaches layer l about l layer times after its start, so it may start as soon as every group
 of layers is expected to have arrived when it is reached: the prefill waits for nothing, and decoding goes on meanwhile.
+It may also start before, and its iteration wait for layers, where requests lose less time by that than by waiting for a
+later iteration.
 With assistance (Toppings §4.1) it starts at once, and CPU workers compute the LoRA of layers that have not arrived.
 Its first layers are computed by CPU workers anyway, so the copy begins with the layers after them.
 Predictions only choose order and time: a layer that is late all the same is waited for, or computed by the CPU workers.
@@ -21,6 +23,7 @@ from caraserve.util.units import ceil_div
 _TYPICAL_TOKENS = 128  # of a prompt, for adapters that no request is waiting for
 _SLOWER = 1.25  # the time of a copy by which groups are divided, over the expected one
 _LEAST_GAIN_MS = 0.5  # that assistance saves: for less, CPU workers are not occupied
+_MOST_STALL_MS = 2.0  # for which an iteration waits for layers, at most: the copy may take longer than expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +50,13 @@ class AwaitedPrefill:
     """The prefill that an adapter is loaded for: the tokens of its first chunk, and when it could begin.
 
     `iteration_s`: how long an iteration of other requests takes, which begins instead if the prefill waits; 0: there
-    are none.
+    are none. `others`: requests of the iteration, which wait with it for layers that are late.
     """
 
     tokens: int
     begins_s: float
     iteration_s: float = 0.0
+    others: int = 0
 
 
 NO_PREFILL = AwaitedPrefill(_TYPICAL_TOKENS, -inf)  # of an adapter that is loaded before a request wants it
@@ -97,6 +101,7 @@ class StartPolicy:
     tokens_per_worker: Callable[[int], int] | None = None  # most of one worker, by rank; None: prompts go to all
     attention_targets: frozenset[str] = frozenset()  # modules that read the attention's input: one hand-off for all
     hand_offs: int = 1  # of a layer, for adapters of other modules too
+    chunk_tokens: int | None = None  # of assisted prefills beside iterations; None: workers help within iterations
 
     @property
     def uses_workers(self) -> bool:
@@ -134,9 +139,9 @@ class StartPolicy:
         arrived, or because no such number is enough."""
         if self.pipeline_groups is not None:
             return self.layers // min(self.pipeline_groups, self.layers) % self.layers
-        wait_ms = 1000 * (copy_s - prefill.begins_s)
-        layer_ms, load_ms = self._layer_ms(spec, prefill.tokens), self._load_ms(spec)
-        on_workers_ms = layer_ms + self._extra_ms(spec, prefill.tokens)
+        wait_ms, tokens = 1000 * (copy_s - prefill.begins_s), self._chunk(prefill.tokens)
+        layer_ms, load_ms = self._layer_ms(spec, tokens), self._load_ms(spec)
+        on_workers_ms = layer_ms + self._extra_ms(spec, tokens)
         for first in range(self.layers):
             most = MOST_GROUPS - (first > 0)
             ahead_ms = first * on_workers_ms - wait_ms
@@ -161,8 +166,9 @@ class StartPolicy:
         if self.pipeline_groups is not None:
             count = min(self.pipeline_groups, self.layers)
             return [self.layers * (index + 1) // count for index in range(count)]
-        layer_ms, load_ms = self._layer_ms(spec, prefill.tokens), _SLOWER * self._load_ms(spec)
-        before_ms = first_layer * (layer_ms + self._extra_ms(spec, prefill.tokens)) if first_layer else 0.0
+        tokens = self._chunk(prefill.tokens) if first_layer else prefill.tokens
+        layer_ms, load_ms = self._layer_ms(spec, tokens), _SLOWER * self._load_ms(spec)
+        before_ms = first_layer * (layer_ms + self._extra_ms(spec, tokens)) if first_layer else 0.0
         ahead_ms = 1000 * (prefill.begins_s - copy_s) + before_ms
         most = MOST_GROUPS - (first_layer > 0)
         ends = group_ends(self.layers - first_layer, ahead_ms, load_ms, layer_ms, most)
@@ -178,32 +184,34 @@ class StartPolicy:
     ) -> PrefillStart:
         """Returns when a prefill may start whose adapter is being copied in `groups`. `may_assist`: whether CPU workers
         may help."""
-        now_s, layer_ms = prefill.begins_s, self._layer_ms(spec, prefill.tokens)
-        at_s = now_s
+        at_s, layer_ms = prefill.begins_s, self._layer_ms(spec, prefill.tokens)
         for layer, group in zip((0, *(group.end for group in groups)), groups, strict=False):
             at_s = max(at_s, group.arrives_s - layer * layer_ms / 1000)
         if not self.uses_workers or not may_assist:
-            return self._begin(at_s, prefill, layer_ms, assist=False)
+            return self._begin(at_s, prefill, layer_ms)
         if not self.mode.chooses:
-            return PrefillStart(now_s, assist=True)
-        extra_ms = self._assisted_ms(now_s, groups, spec, prefill.tokens)
-        if 1000 * (_next_iteration_s(prefill, at_s) - now_s) - extra_ms > _LEAST_GAIN_MS:
-            return self._begin(now_s, prefill, layer_ms, extra_ms, assist=True)
-        return self._begin(at_s, prefill, layer_ms, assist=False)
+            return PrefillStart(prefill.begins_s, assist=True)
+        waiting, assisted_s = self._begin(at_s, prefill, layer_ms), self._assisted_end_s(prefill, groups, spec)
+        assert waiting.ends_s is not None
+        if 1000 * (waiting.ends_s - assisted_s) > _LEAST_GAIN_MS:
+            return PrefillStart(prefill.begins_s, assist=True, ends_s=assisted_s)
+        return waiting
 
     def start_loaded(self, prefill: AwaitedPrefill, spec: AdapterSpec | None) -> PrefillStart:
         """Returns the start of a prefill whose whole adapter is on the device: as soon as it could begin."""
         if not self.mode.chooses or spec is None:
             return PrefillStart(prefill.begins_s, assist=False)
-        return self._begin(prefill.begins_s, prefill, self._layer_ms(spec, prefill.tokens), assist=False)
+        return self._begin(prefill.begins_s, prefill, self._layer_ms(spec, prefill.tokens))
 
-    def _begin(
-        self, at_s: float, prefill: AwaitedPrefill, layer_ms: float, extra_ms: float = 0.0, *, assist: bool
-    ) -> PrefillStart:
-        if not self.mode.chooses:
-            return PrefillStart(at_s, assist)
-        ends_s = _next_iteration_s(prefill, at_s) + (layer_ms * self.layers + extra_ms) / 1000
-        return PrefillStart(at_s, assist, ends_s)
+    def _begin(self, at_s: float, prefill: AwaitedPrefill, layer_ms: float) -> PrefillStart:
+        """Returns the start without CPU workers of a prefill that waits for no layer from `at_s` on: then, or in the
+        next iteration, which waits for layers, where that costs all requests together less time."""
+        stall_s, starts_s = at_s - prefill.begins_s, _next_iteration_s(prefill, at_s)
+        lost_s = stall_s * (1 + prefill.others)
+        if stall_s > 0 and 1000 * stall_s <= _MOST_STALL_MS and lost_s <= starts_s - prefill.begins_s:
+            at_s, starts_s = prefill.begins_s, at_s
+        ends_s = starts_s + layer_ms * self.layers / 1000
+        return PrefillStart(at_s, assist=False, ends_s=ends_s if self.mode.chooses else None)
 
     def _layer_ms(self, spec: AdapterSpec, tokens: int) -> float:
         """Returns the time of a layer with the adapter on the device."""
@@ -220,18 +228,46 @@ class StartPolicy:
         qkv_ms, worker_ms = (self.costs.cpu_lora_ms(tokens, spec.rank, targets) for targets in ("qkv", "all"))
         return all_ms * qkv_ms / worker_ms
 
-    def _assisted_ms(self, now_s: float, groups: Sequence[ExpectedLayers], spec: AdapterSpec, tokens: int) -> float:
-        """Returns by how many ms a prefill that starts now with the CPU workers takes longer than with a loaded
-        adapter."""
-        layer_ms, extra_ms = self._layer_ms(spec, tokens), self._extra_ms(spec, tokens)
-        spent_ms, layer = 0.0, 0
+    def _assisted_end_s(self, prefill: AwaitedPrefill, groups: Sequence[ExpectedLayers], spec: AdapterSpec) -> float:
+        """Returns when a prefill ends that starts now with the CPU workers. They help with its first chunk, and with
+        others until the adapter has arrived; the rest is computed in an iteration."""
+        begins_s, left, spent_ms = prefill.begins_s, prefill.tokens, 0.0
+        arrives_ms = 1000 * (max(group.arrives_s for group in groups) - begins_s)
+        is_beside = self.chunk_tokens is not None and prefill.iteration_s > 0
+        while left == prefill.tokens or (left > 0 and spent_ms < arrives_ms):
+            tokens = self._chunk(left)
+            spent_ms = self._assisted_ms(begins_s, groups, spec, tokens, spent_ms, is_beside=is_beside)
+            left -= tokens
+        ends_s = begins_s + spent_ms / 1000
+        if left > 0:
+            ends_s = _next_iteration_s(prefill, ends_s) + self.layers * self._layer_ms(spec, left) / 1000
+        return ends_s
+
+    def _chunk(self, tokens: int) -> int:
+        """Returns how many of these tokens an assisted prefill computes first."""
+        return tokens if self.chunk_tokens is None else min(tokens, self.chunk_tokens)
+
+    def _assisted_ms(
+        self,
+        begins_s: float,
+        groups: Sequence[ExpectedLayers],
+        spec: AdapterSpec,
+        tokens: int,
+        spent_ms: float,
+        *,
+        is_beside: bool,
+    ) -> float:
+        """Returns how many ms after `begins_s` the CPU workers and the device have computed a chunk that they begin
+        after `spent_ms`. `is_beside`: iterations run meanwhile; both read all weights, so each takes twice as long."""
+        layer_ms = self._layer_ms(spec, tokens) * (2 if is_beside else 1)
+        helped_ms, layer = layer_ms + self._extra_ms(spec, tokens), 0
         for group in groups:
-            spent_ms = max(spent_ms, 1000 * (group.in_host_s - now_s))
-            for _ in range(layer, group.end):
-                arrived = 1000 * (group.arrives_s - now_s) <= spent_ms
-                spent_ms += layer_ms if arrived else layer_ms + extra_ms
+            spent_ms = max(spent_ms, 1000 * (group.in_host_s - begins_s))
+            missing_ms, count = 1000 * (group.arrives_s - begins_s) - spent_ms, group.end - layer
+            helped = 0 if missing_ms <= 0 else count if helped_ms == 0 else min(count, ceil(missing_ms / helped_ms))
+            spent_ms += helped * helped_ms + (count - helped) * layer_ms
             layer = group.end
-        return spent_ms - self.layers * layer_ms
+        return spent_ms
 
     def _extra_ms(self, spec: AdapterSpec, tokens: int) -> float:
         """Returns by how many ms a layer takes longer whose LoRA the CPU workers compute. The device does not compute

@@ -164,6 +164,7 @@ def loading_rules(
         delta_bytes=delta_bytes(plan, backend.delta_itemsize),
         attention_targets=frozenset(target_sets(plan)["qkv"]),
         hand_offs=plan.most_groups,
+        chunk_tokens=backend.limits.assisted_chunk_tokens,
         pipeline_groups=lora.pipeline_groups,
         tokens_per_worker=tokens_per_worker if tokens_per_cpu is None else lambda rank: tokens_per_cpu,
     )

@@ -52,9 +52,11 @@ from caraserve.core.machine_profile import (
     LineFit,
     LoraRate,
     Prefill,
+    PrefillCurve,
     Profile,
     load,
 )
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS
 from caraserve.lora.start_policy import AwaitedPrefill, StartPolicy
 from caraserve.model.dtype import Dtype
 from caraserve.model.families import plan_of
@@ -99,13 +101,10 @@ class _Gpu:
         weights = sum(linear.inputs * linear.outputs for linear in linears)
         widths = sum(linear.inputs + linear.outputs for linear in linears)
         ms_per_flop = 1000 / (_COMPUTE_SHARE * self.flops)
-        prefill = Prefill(
-            (),
-            base_ms=1000 * 2 * weights / (_MEMORY_SHARE * self.memory_bytes_per_s),
-            per_token_ms=2 * weights * ms_per_flop,
-            per_token_rank_ms=2 * widths * ms_per_flop,
-            r2=1.0,
-        )
+        read_ms = 1000 * 2 * weights / (_MEMORY_SHARE * self.memory_bytes_per_s)
+        rates_ms = {"per_token_ms": 2 * weights * ms_per_flop, "per_token_rank_ms": 2 * widths * ms_per_flop}
+        curve = PrefillCurve(read_ms, base_ms=0.0, lora_ms=0.0, r2=1.0, **rates_ms)
+        prefill = Prefill((), curve, base_ms=read_ms, r2=1.0, **rates_ms)
         none = LineFit(0.0, 0.0, 1.0)
         link = _MEMORY_SHARE * self.link_bytes_per_s
         rates = tuple(self._rate(plan, targets, rank) for targets, rank in product(("qkv", "all"), _RANKS))
@@ -154,6 +153,7 @@ class _Case:
             tokens_per_worker=self.profile.tokens_per_worker,
             attention_targets=frozenset(TARGETS["qkv"]),
             hand_offs=self.plan.most_groups,
+            chunk_tokens=None if self.shared_cores else ASSISTED_CHUNK_TOKENS,
         )
         ends_s = []
         for policy in (waiting, replace(waiting, workers=self.workers)):

@@ -124,6 +124,20 @@ async def test_a_long_prompt_is_computed_in_several_side_batches() -> None:
         assert [plan.rows[0].count for plan in side_batches(here)] == [16, 4]
 
 
+async def test_what_a_side_batch_leaves_as_the_adapter_has_arrived_is_computed_in_iterations() -> None:
+    async with with_harness() as here:
+        asked, task = await begin_side_batch(here, prompt=range(16))
+        here.backend.copies.pop()(True)
+        await iterate(here)
+        launched = len(here.backend.launched)
+        here.backend.end_side_batch(0, "left")
+        await here.until_done([task])
+        asked.check()
+        assert [plan.rows[0].count for plan in side_batches(here)] == [16]
+        (rest,) = here.backend.launched[launched].rows
+        assert (rest.start, rest.count, rest.samples, rest.assist) == (8, 8, True, False)
+
+
 async def test_a_cancelled_request_finishes_at_once_and_releases_its_memory_when_its_side_batch_ends() -> None:
     async with with_harness() as here:
         asked, task = await begin_side_batch(here)

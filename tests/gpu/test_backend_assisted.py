@@ -144,6 +144,24 @@ async def test_weights_that_arrive_before_the_device_reaches_the_layer_are_used(
 
 
 @on_a_loop
+async def test_an_iteration_computes_what_is_left_of_a_prompt_when_its_adapter_has_arrived(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its two chunks, CPU workers are asked for the first alone."""
+    chunks: list[str] = []
+    note_calls(monkeypatch, AssistedPrefills, "_issue_chunk", chunks)
+    async with assisted_engine(subject) as at:
+        at.driver.held = {Lane.COPY, Lane.ASSIST}
+        answer = at.ask("r8", LONG)
+        await at.until_launched()
+        at.driver.held = {Lane.ASSIST}
+        await at.until_loaded()
+        at.driver.held = set()
+        await at.check("r8", LONG, answer)
+        assert len(chunks) == 1
+
+
+@on_a_loop
 async def test_over_a_slow_link_any_layer_may_come_from_workers_or_device(subject: Subject) -> None:
     async with assisted_engine(subject, last=Lane.COPY) as at:
         at.driver.link_bytes_per_s = 1e6

@@ -3,6 +3,7 @@
 Before a chunk is launched, a work order is written for each layer and group that may have to be handed off. It says
 what each worker computes; the device decides, when it reaches the layer, whether the workers are asked. If a chunk's
 workers fail, the whole chunk and the rest of its prompt are void: the engine computes the prompt again without workers.
+When the whole adapter has arrived, the rest of its prompt is left to iterations.
 Chunks of one prompt run one after another; as many chunks of different prompts are in flight as there are sync slots.
 """
 
@@ -320,19 +321,22 @@ class AssistedPrefills:
         elif has_failed:
             self.void_chunks += 1
             self._finish(prompt, RowResult(needs_retry=True))
-        elif prompt.ends:
+        elif prompt.ends and self._images.arriving([chunk.row.adapter_slot]):
             self._waiting.append(prompt)
+        elif prompt.ends:  # an iteration computes the rest at once; chunks would read all weights again, each of them
+            self._finish(prompt, RowResult(left_tokens=prompt.ends[-1] - prompt.at))
         else:
             try:
                 append_tokens((chunk.row,), (outcome,))
             except Exception as error:  # of a grammar; the engine waits for an outcome, so it gets this one
                 prompt.done(error)
             else:
-                layers = len(prompt.cpu_layers)
-                self._finish(prompt, replace(outcome, cpu_layers=layers, cpu_lora_ms=prompt.cpu_lora_ms))
+                self._finish(prompt, outcome)
 
     @staticmethod
     def _finish(prompt: _Prompt, result: RowResult) -> None:
+        if not result.needs_retry:
+            result = replace(result, cpu_layers=len(prompt.cpu_layers), cpu_lora_ms=prompt.cpu_lora_ms)
         prompt.done(StepResult((result,), prompt.started_s, time.monotonic()))
 
     def _watch_workers(self, in_flight: bool) -> None:

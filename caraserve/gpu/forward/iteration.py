@@ -252,7 +252,8 @@ class IterationRunner:
 
         def read(results: Results) -> StepResult:
             done_s = time.monotonic()
-            (started_s, issued_s), self._ended_s = (max(each, self._ended_s) for each in launch_s), done_s
+            started_s, issued_s = (max(each, self._ended_s) for each in launch_s)
+            self._ended_s = done_s
             if self._trace is not None:
                 name = f"{batch.num_tokens} tokens of {len(batch.rows)} requests"
                 self._trace.span("device", name, int(started_s * 1e9), int(done_s * 1e9))
