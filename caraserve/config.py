@@ -205,7 +205,7 @@ class LoraConfig(Config):
     emulate_link_mb_per_s: float | None = option(
         type=at_least(0.001, float),
         metavar="MB",
-        help="limit loading to this bandwidth in MB/s, to compare loading modes on a CPU (default: no limit)",
+        help="limit loading to this bandwidth in MB/s, to compare loading modes (default: no limit)",
     )
     pipeline_groups: int | None = option(
         **_COUNT,

@@ -18,7 +18,7 @@ from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.core.machine_profile import Profile
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.lora_workers.timing import RoundTrip
-from caraserve.errors import ConfigError, CopyFailed
+from caraserve.errors import CopyFailed
 from caraserve.gpu.assist.predictions import measured_predictions
 from caraserve.gpu.builder import BackendParts, GpuSizes
 from caraserve.gpu.driver.device import GpuDevice
@@ -110,8 +110,8 @@ class CudaBackend:
         self._parts.context.queue.bytes_per_s = profile.link_bytes_per_s
 
     def emulate_link(self, bytes_per_s: float) -> None:
-        """Raises ConfigError: a GPU has a real link."""
-        raise ConfigError("--emulate-link-mb-per-s is for the CPU, where there is no link; leave it out on a GPU")
+        """Limits the bandwidth of loads. Those before are not affected."""
+        self._on_thread(lambda: self._parts.emulate_link(bytes_per_s))
 
     def time_hand_off(self, slot: int, tokens: int) -> RoundTrip | None:
         """Times hand-offs of q, k, v to one worker, for a loaded slot, and returns their mean: from the kernel that

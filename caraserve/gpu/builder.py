@@ -34,6 +34,7 @@ from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.adapters import DeviceImages
 from caraserve.gpu.memory.copier import TIMED_BYTES, AdapterCopier, DeviceContext
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, SYNC_SLOTS, HostRegion
+from caraserve.gpu.memory.link_pacer import LinkPacer
 from caraserve.gpu.memory.link_queue import LinkQueue
 from caraserve.gpu.memory.masks import LaneMasks, mask_bytes
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape, all_groups
@@ -105,6 +106,7 @@ class BackendParts:
         device is too small or host memory cannot be pinned."""
         self.plan, self.device = plan, device
         self._reported = 0  # graphs that cannot be captured
+        self._pacer: LinkPacer | None = None
         try:
             self._build(weights, sizes, wake, trace)
         except torch.OutOfMemoryError as error:
@@ -279,8 +281,16 @@ class BackendParts:
         num_bytes = min(TIMED_BYTES, source.nbytes, target.numel())
         self.context.copier.time_link(target.data_ptr(), self._host.on_device(int(source.ctypes.data)), num_bytes)
 
+    def emulate_link(self, bytes_per_s: float) -> None:
+        """Limits the bandwidth of loads; to be called once."""
+        word = self.region.link_word
+        self._pacer = LinkPacer(bytes_per_s, word, self._host.on_device(int(word.ctypes.data)))
+        self.context.copier.emulate_link(self._pacer)
+
     def close(self) -> None:
         """Frees everything; the launching thread must have ended."""
+        if self._pacer is not None:
+            self._pacer.close()
         with contextlib.suppress(DriverError):  # the device may have failed
             for each in Lane:
                 self.context.timelines.settle(each)

@@ -96,6 +96,7 @@ class StartPolicy:
     workers: int = 0  # CPU LoRA workers
     handoff_ms: float = 0.0  # round trip of a hand-off beyond its compute
     delta_bytes: Mapping[Targets, int] = field(default_factory=dict)  # over the link, by token and layer
+    delta_bytes_per_s: float = inf  # which an emulated link of loads does not limit
     shared_cores: bool = False  # whether the workers' cores are the device's own, as on the CPU backend
     pipeline_groups: int | None = None  # so many groups of about equal size; None: by predicted times
     tokens_per_worker: Callable[[int], int] | None = None  # most of one worker, by rank; None: prompts go to all
@@ -278,7 +279,7 @@ class StartPolicy:
             workers = min(workers, ceil_div(tokens, self.tokens_per_worker(spec.rank)))
         cpu_ms = self.costs.cpu_lora_ms(tokens, spec.rank, targets) / workers
         saved_ms = self._device_lora_ms(spec, tokens) if self.shared_cores else self._layer_ms(spec, tokens)
-        link_ms = 1000 * tokens * self.delta_bytes.get(targets, 0) / self.link_bytes_per_s
+        link_ms = 1000 * tokens * self.delta_bytes.get(targets, 0) / self.delta_bytes_per_s
         return self.handoff_ms * (1 if targets == "qkv" else self.hand_offs) + max(0.0, cpu_ms - saved_ms) + link_ms
 
     def _targets(self, spec: AdapterSpec) -> Targets:

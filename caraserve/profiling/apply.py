@@ -162,6 +162,7 @@ def loading_rules(
         handoff_ms=handoff_ms,
         shared_cores=backend.shares_cores,
         delta_bytes=delta_bytes(plan, backend.delta_itemsize),
+        delta_bytes_per_s=bytes_per_s,
         attention_targets=frozenset(target_sets(plan)["qkv"]),
         hand_offs=plan.most_groups,
         chunk_tokens=backend.limits.assisted_chunk_tokens,

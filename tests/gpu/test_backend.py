@@ -260,6 +260,22 @@ async def test_a_layer_is_computed_while_the_next_one_is_copied(
         check(subject, [(prompt, "half")], [await answer], 1)
 
 
+@on_a_loop
+async def test_an_emulated_link_delays_loads_alone(subject: Subject) -> None:
+    asked = [(prompt_of(random.Random(1), 5), name) for name in ("half", None)]
+    lora = lora_config(subject.adapters, mode="overlapped", device_bytes=MIB, host_bytes=4 * MIB, link_mb_per_s=0.2)
+    async with serving(
+        model_config(subject.model, max_model_len=CONTEXT), lora, engine_config(seqs=2, kv_bytes=MIB)
+    ) as (engine, host):
+        answers = await asyncio.gather(*(submit(engine, *each, max_tokens=3) for each in asked))
+        (bound,) = host.parts.images.bound.values()
+        load_ms = 1000 * bound.stored.num_bytes / 0.2e6
+    check(subject, asked, answers, 3)
+    cold, warm = (answer.finish.phases for answer in answers)
+    assert cold.load_ms > 0.9 * load_ms > 20
+    assert warm.e2e_ms < load_ms
+
+
 def test_passes_over_merged_weights_are_captured(subject: Subject) -> None:
     rng, seen = random.Random(5), Seen()
     asked = some_requests(rng, ["r8", "mlp", None], 8)

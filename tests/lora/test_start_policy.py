@@ -246,8 +246,8 @@ class Case:
     def start(self, mode: str, **changed: Any) -> PrefillStart:
         costs = Costs(self.layer_ms, self.layers, cpu_ms=self.cpu_ms, cpu_qkv_ms=self.cpu_ms, lora_ms=self.lora_ms)
         same: dict[str, Any] = {"costs": costs, "handoff_ms": self.handoff_ms, "shared_cores": self.shared_cores}
-        delta_bytes = self.deltas_ms * 1e6 / 1000 / TOKENS  # of a token, over the link of `rules`
-        same["delta_bytes"] = dict.fromkeys(("qkv", "all"), delta_bytes)
+        delta_bytes = self.deltas_ms * 1e6 / 1000 / TOKENS  # of a token
+        same |= {"delta_bytes": dict.fromkeys(("qkv", "all"), delta_bytes), "delta_bytes_per_s": 1e6}
         same |= {"workers": self.workers, "chunk_tokens": self.chunk_tokens}
         loading = rules(mode, self.layers, self.layer_ms, **same | changed)
         prefill = AwaitedPrefill(TOKENS, NOW_S, self.iteration_s, self.others)

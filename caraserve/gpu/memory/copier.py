@@ -12,8 +12,9 @@ from math import inf
 
 from torch import Tensor
 
-from caraserve.gpu.driver.api import WORD_VALUES, Driver, WordWrite
+from caraserve.gpu.driver.api import WORD_VALUES, Driver, WordWait, WordWrite
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, covers, latest
+from caraserve.gpu.memory.link_pacer import LinkPacer
 from caraserve.gpu.memory.link_queue import LayerGroup, LinkQueue, Span, groups_until
 from caraserve.gpu.memory.padding import RowCopy
 from caraserve.gpu.memory.staging_ring import StagingRing
@@ -79,6 +80,11 @@ class AdapterCopier:
         self._in_flight: deque[_InFlight] = deque()  # spans
         self._polled_s = self._free_s = -inf  # the last poll; when the last span that has arrived probably did
         self._generations = 0
+        self._pacer: LinkPacer | None = None
+
+    def emulate_link(self, pacer: LinkPacer) -> None:
+        """Makes copies issued from now on as slow as those of `pacer`."""
+        self._pacer, self._queue.emulated_bytes_per_s = pacer, pacer.bytes_per_s
 
     def time_link(self, target: int, source: int, num_bytes: int) -> None:
         """Measures the link's speed by copies of `num_bytes` from registered host memory, and lets the queue use it;
@@ -125,7 +131,7 @@ class AdapterCopier:
         while self._in_flight and self._in_flight[0].mark <= passed:
             span = self._in_flight.popleft()
             self._queue.arrived(span.num_bytes)
-            expected_s = max(self._free_s, span.issued_s) + span.num_bytes / self._queue.bytes_per_s
+            expected_s = max(self._free_s, span.issued_s) + span.num_bytes / self._queue.load_bytes_per_s
             self._free_s = arrived_s[span.mark] = min(now_s, max(expected_s, self._polled_s))
         return arrived_s
 
@@ -230,11 +236,16 @@ class AdapterCopier:
                     rows.rows,
                     self._stream,
                 )
+        operations: list[WordWrite | WordWait] = []
+        if self._pacer is not None:
+            operations.append(self._pacer.after(span.end - span.start))
         if span.group is not None:
             group, mark = image.groups[span.group], self._timelines.next(Lane.COPY)[Lane.COPY]
             ready = image.ready[group.first_layer : group.end_layer]
-            words = [WordWrite(word, load.generation) for word in ready]
-            self._driver.word_operations(self._stream, [*words, WordWrite(self.arrivals_word, mark % WORD_VALUES)])
+            operations += [WordWrite(word, load.generation) for word in ready]
+            operations.append(WordWrite(self.arrivals_word, mark % WORD_VALUES))
+        if operations:
+            self._driver.word_operations(self._stream, operations)
         load.last = self._timelines.mark(Lane.COPY)
         self._in_flight.append(_InFlight(load.last, span.end - span.start, self._now()))
         if span.group is not None:

@@ -7,9 +7,12 @@ The region is created before CUDA starts, because the workers' fork server inher
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from caraserve.core.lora_layout import A_COLUMNS
 from caraserve.cpu import handoff
 from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
+from caraserve.gpu.driver.api import WORD_BYTES
 from caraserve.gpu.kernels.work_orders import delta_columns
 from caraserve.gpu.memory.sync_slots import sync_slot_bytes
 from caraserve.model.dtype import Dtype
@@ -52,9 +55,10 @@ class HostRegion:
         x_sizes = x_bytes(plan, dtype), x_bytes(plan, Dtype.F32) * (dtype is not Dtype.F32)
         slot_sizes = (sync_slot_bytes(hand_offs), x_sizes[0], delta_bytes(plan, dtype), x_sizes[1])
         sizes = slot_sizes if workers else (0, 0, 0, 0)
-        parts = [*ring_bytes, *[result_bytes] * results, *mask_bytes, workers * self.block_bytes]
+        parts = [PAGE_BYTES, *ring_bytes, *[result_bytes] * results, *mask_bytes, workers * self.block_bytes]
         parts += [*sizes * SYNC_SLOTS, arena_bytes]
         self.region = SharedRegion(sum(align_up(size, PAGE_BYTES) for size in parts))
+        self.link_word = self.region.carve(WORD_BYTES).view(np.uint32)  # of an emulated link
         self.rings = [self.region.carve(size) for size in ring_bytes]
         self.results = [self.region.carve(result_bytes) for _ in range(results)]
         self.masks = [self.region.carve(size) for size in mask_bytes]

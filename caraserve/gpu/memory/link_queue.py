@@ -81,6 +81,7 @@ class LinkQueue:
 
     bytes_per_s: float
     span_bytes: int = SPAN_BYTES  # most of a span
+    emulated_bytes_per_s: float | None = None  # of loads; the answers of CPU workers have the link's own speed
     in_flight: int = 0  # bytes of spans
     answers: int = 0  # bytes that CPU workers will send meanwhile, in the same direction
     _loads: dict[int, _QueuedLoad] = field(default_factory=dict)
@@ -145,7 +146,7 @@ class LinkQueue:
 
     def arrival_of_issued(self, now_s: float) -> float:
         """Predicts when everything issued will have arrived."""
-        return now_s + (self.in_flight + self.answers) / self.bytes_per_s
+        return now_s + self.in_flight / self.load_bytes_per_s + self.answers / self.bytes_per_s
 
     def arrivals(self, slot: int, now_s: float) -> dict[int, float]:
         """Predicts the arrival of each layer group that is not completely issued, by index."""
@@ -159,16 +160,21 @@ class LinkQueue:
         for _, owner, index, num_bytes in rest:
             ahead += num_bytes
             if owner == slot:
-                expected[index] = issued_s + ahead / self.bytes_per_s
+                expected[index] = issued_s + ahead / self.load_bytes_per_s
         return expected
 
     @property
+    def load_bytes_per_s(self) -> float:
+        """The speed of loads."""
+        return self.bytes_per_s if self.emulated_bytes_per_s is None else self.emulated_bytes_per_s
+
+    @property
     def _span_bytes(self) -> int:
-        return min(self.span_bytes, max(_LEAST_SPAN_BYTES, int(self.bytes_per_s * _SPAN_S)))
+        return min(self.span_bytes, max(_LEAST_SPAN_BYTES, int(self.load_bytes_per_s * _SPAN_S)))
 
     @property
     def _window_bytes(self) -> float:
-        return max(2.0 * self._span_bytes, self.bytes_per_s * _WINDOW_S)
+        return max(2.0 * self._span_bytes, self.load_bytes_per_s * _WINDOW_S)
 
 
 def choose_source(*, arrived: bool, arrives_s: float, use_s: float, stall_s: float | None) -> LoraSource:

@@ -1,5 +1,6 @@
 """Copies of adapters: no layer is read before it has arrived, under any schedule; copies of the padded baseline."""
 
+import time
 from functools import partial
 from itertools import accumulate
 from random import Random
@@ -13,6 +14,7 @@ from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec
 from caraserve.errors import AdapterRejected
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at
 from caraserve.gpu.memory.copier import AdapterCopier, CopyRequest
+from caraserve.gpu.memory.link_pacer import LinkPacer
 from caraserve.gpu.memory.link_queue import LayerGroup, LinkQueue, layer_groups
 from caraserve.gpu.memory.padding import copies, padded
 from caraserve.model.dtype import Dtype
@@ -241,6 +243,42 @@ def test_the_link_is_measured_by_large_copies_alone() -> None:
     assert queue.bytes_per_s == LINK
     copier.time_link(address(target), address(source), len(source))
     assert 0.2e8 < queue.bytes_per_s < 1.05e8
+
+
+# --- an emulated link ---
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_copies_over_an_emulated_link_take_their_time_one_after_another(committed: bool) -> None:
+    link, size, done = 2e7, 100_000, list[float]()
+    driver, memory, words = HostDriver(), np.zeros(4 * size, np.uint8), np.zeros(2, np.uint32)
+    driver.register_host(address(words[1:]), 4)
+    pacer, lanes = LinkPacer(link, words[1:], address(words[1:])), Timelines(driver)
+    copier = AdapterCopier(driver, lanes, LinkQueue(1e12), address(words))
+    copier.emulate_link(pacer)
+    started_s = time.monotonic()
+    for slot in range(2):
+        where = address(memory[slot * size :]), address(memory[(2 + slot) * size :])
+        groups = layer_groups((size // 2, size), (1,))
+        image = CopyRequest(slot, *where, size, groups, NOTHING)
+        copier.load(image, lambda: done.append(time.monotonic() - started_s))
+    if committed:
+        copier.commit([0, 1], 2)
+    while len(done) < 2:
+        copier.poll()
+    pacer.close()
+    assert done[0] >= size / link
+    assert done[1] >= 2 * size / link
+
+
+def test_an_emulated_link_ends_all_waits_when_it_is_closed() -> None:
+    word = np.zeros(1, np.uint32)
+    pacer = LinkPacer(1.0, word, address(word))
+    waits = [pacer.after(1000), pacer.after(1000)]
+    assert word[0] == 0
+    pacer.close()
+    waits.append(pacer.after(1000))
+    assert word[0] == waits[-1].value == 3
 
 
 # --- the padded baseline ---

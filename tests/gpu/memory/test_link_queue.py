@@ -120,6 +120,14 @@ def test_answers_of_cpu_workers_delay_predictions_and_hold_no_load_back() -> Non
     assert made.next() is not None
 
 
+def test_an_emulated_link_delays_loads_and_no_answers() -> None:
+    made = queue()
+    ask(made, 1, SPAN, SPAN)
+    made.emulated_bytes_per_s = LINK / 10
+    made.await_answers(100)
+    assert made.arrivals(1, 0.0) == pytest.approx({0: 100 / LINK + 10 * SPAN / LINK, 1: 100 / LINK + 20 * SPAN / LINK})
+
+
 def test_committed_layers_are_issued_at_once_before_all_others() -> None:
     made = queue()
     for slot in (1, 2):
