@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 
 import torch
 
@@ -29,13 +28,17 @@ from caraserve.model.plan import DecoderPlan
 _DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _SEGMENTED_SIZES = (16, 32, 64, 128, 256, 512)
 _MIXED_SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+# Up to 128 tokens take as long as reading the weights. Above 512 all sizes are served: see `_MOST_PADDING_OF_GATED`.
+_GATED_SIZES = (64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 # Largest graph as a multiple of the batch's size: beyond it, launching kernel by kernel costs less. Small batches end
-# before the next kernel is launched, and large ones compute padding.
-_MOST_PADDING, _MOST_PADDING_OF_LARGE = 4.0, 1.15
+# before the next kernel is launched, and large ones compute padding. While a pass that waits for layers is launched
+# kernel by kernel, the launching thread does not issue their copies either.
+_MOST_PADDING, _MOST_PADDING_OF_LARGE, _MOST_PADDING_OF_GATED = 4.0, 1.15, 4 / 3
 _LARGE_TOKENS = 512
 # Most tokens of a mixed graph that is captured before serving. Larger passes lose little without one: 32 layers are
 # launched in 7 ms, and an H200 computes 256 tokens in 7 ms, 1,024 in 23.
 _FIRST_TOKENS = 256
+_THINNEST = 2  # one of so many sizes of mixed graphs is captured where not all graphs fit
 
 NODE_BYTES = 8 << 10  # device memory per captured kernel, expected
 
@@ -106,18 +109,19 @@ def bucket_of(
     )
 
 
-def buckets(max_rows: int, max_tokens: int, *, merging: bool = False) -> Iterator[Bucket]:
-    """Yields all possible buckets, the most useful first."""
+def buckets(max_rows: int, max_tokens: int, *, merging: bool = False, thinned: int = 1) -> Iterator[Bucket]:
+    """Yields all possible buckets, the most useful first. `thinned`: of mixed ones, every so manieth size."""
     for size in _up_to(_DECODE_SIZES, max_rows):
         yield from _variants(size, is_mixed=False, merging=merging)
     for size in _up_to(_SEGMENTED_SIZES, max_rows) if max_rows > MOST_ROWS else ():
         for qkv_only in (True, False):
             yield Bucket(is_mixed=False, size=size, lora=True, qkv_only=qkv_only, segmented=True)
-    mixed = _up_to(_MIXED_SIZES, max(max_rows, max_tokens))
-    for size in mixed:
+    mixed, gated = (_up_to(sizes, max(max_rows, max_tokens)) for sizes in (_MIXED_SIZES, _GATED_SIZES))
+    for size in mixed[::-thinned][::-1]:
         yield from _variants(size, is_mixed=True, merging=merging)
-    for size in mixed:
-        yield Bucket(is_mixed=True, size=size, lora=True, gated=True)
+    for size in gated[::-thinned][::-1]:
+        for qkv_only in (True, False):
+            yield Bucket(is_mixed=True, size=size, lora=True, qkv_only=qkv_only, gated=True)
 
 
 def _variants(size: int, *, is_mixed: bool, merging: bool) -> Iterator[Bucket]:
@@ -152,10 +156,12 @@ class GraphSet:
 
     def to_capture(self) -> list[Bucket]:
         """Returns the most useful buckets that fit, late ones last, and the largest of both first, so that smaller
-        graphs reuse their memory."""
+        graphs reuse their memory. Rather than kinds of graphs, every other size of mixed ones is left out."""
         count = self.budget_bytes // self.expected_bytes
-        chosen = list(islice(buckets(self.max_rows, self.max_tokens, merging=self.merging), count))
-        return sorted(chosen, key=lambda bucket: (bucket.is_late, -bucket.size, bucket))
+        found = list(buckets(self.max_rows, self.max_tokens, merging=self.merging))
+        if len(found) > count:
+            found = list(buckets(self.max_rows, self.max_tokens, merging=self.merging, thinned=_THINNEST))
+        return sorted(found[:count], key=lambda bucket: (bucket.is_late, -bucket.size, bucket))
 
     def captured(self, bucket: Bucket, num_bytes: int) -> bool:
         """Records a graph and its bytes. Returns False if it exceeds the budget: the caller then destroys it."""
@@ -174,13 +180,18 @@ class GraphSet:
     def _best(self, wanted: Bucket) -> Bucket | None:
         if wanted.size > (self.max_tokens if wanted.is_mixed else self.max_rows):
             raise AssertionError(f"an iteration of {wanted.size} exceeds the backend's limits")
-        serving = [bucket for bucket in self._captured if bucket.serves(wanted)]
-        best = min(serving, key=lambda bucket: (bucket.cost, bucket), default=None)
-        if best is None:
-            return None
-        if best.is_mixed and best.size > _LARGE_TOKENS:
-            return best if best.size <= _MOST_PADDING_OF_LARGE * wanted.size else None
-        return best if best.size <= max(self._ideal_size(wanted), _MOST_PADDING * wanted.size) else None
+        most, padding = self._most_size(wanted), _MOST_PADDING_OF_GATED if wanted.gated else _MOST_PADDING_OF_LARGE
+        serving = [
+            bucket
+            for bucket in self._captured
+            if bucket.serves(wanted)
+            and bucket.size <= (padding * wanted.size if bucket.is_mixed and bucket.size > _LARGE_TOKENS else most)
+        ]
+        return min(serving, key=lambda bucket: (bucket.cost, bucket), default=None)
+
+    def _most_size(self, wanted: Bucket) -> float:
+        """Returns the largest size of a graph without much padding."""
+        return max(self._ideal_size(wanted), _MOST_PADDING * wanted.size)
 
     def _ideal_size(self, wanted: Bucket) -> int:
         """Size of the best possible bucket, captured or not, that serves."""

@@ -113,7 +113,19 @@ def test_a_graph_has_room_for_the_segments_of_any_decode_batch(adapters: list[in
 def test_a_large_batch_is_not_padded_by_much() -> None:
     made = captured(graphs())
     assert made.choose(Bucket(is_mixed=True, size=700, lora=False)) == Bucket(is_mixed=True, size=768, lora=False)
-    assert made.choose(Bucket(is_mixed=True, size=600, lora=False)) is None
+    assert made.choose(Bucket(is_mixed=True, size=550, lora=False)) is None
+    waiting = Bucket(is_mixed=True, size=640, lora=True, qkv_only=True, gated=True)
+    assert made.choose(Bucket(is_mixed=True, size=600, lora=False)) == waiting
+
+
+@pytest.mark.parametrize("qkv_only", [False, True])
+def test_any_batch_that_waits_for_layers_has_a_graph_for_its_modules_without_much_padding(qkv_only: bool) -> None:
+    made = captured(graphs())
+    for size in range(1, TOKENS + 1):
+        chosen = made.choose(Bucket(is_mixed=True, size=size, lora=True, qkv_only=qkv_only, gated=True))
+        assert chosen is not None
+        assert chosen.qkv_only == qkv_only
+        assert chosen.size <= max(64, (4 / 3 if size > 512 else 2) * size)
 
 
 def test_another_graph_serves_if_the_best_one_is_not_captured() -> None:
@@ -192,6 +204,16 @@ def test_all_graphs_that_fit_are_captured_those_of_large_prompts_last_and_the_la
     assert [bucket.size for bucket in chosen] == sorted(first, reverse=True) + sorted(late, reverse=True)
     assert {bucket.is_late for bucket in chosen if not bucket.is_mixed} == {False}
     assert (max(first), min(late)) == (256, 384)
+
+
+def test_where_not_all_graphs_fit_every_other_size_of_mixed_ones_is_left_out() -> None:
+    every = list(buckets(ROWS, TOKENS))
+    chosen = graphs(len(every) - 1).to_capture()
+    kinds = {(bucket.is_mixed, replace(bucket, size=0)) for bucket in every}
+    assert {(bucket.is_mixed, replace(bucket, size=0)) for bucket in chosen} == kinds
+    sizes = {bucket.size for bucket in chosen if bucket.gated}
+    assert sizes == {128, 384, 640, 1024, TOKENS}
+    assert {bucket for bucket in chosen if not bucket.is_mixed} == {bucket for bucket in every if not bucket.is_mixed}
 
 
 def test_decode_graphs_come_first_when_memory_is_short() -> None:
