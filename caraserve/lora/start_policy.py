@@ -10,7 +10,7 @@ Predictions only choose order and time: a layer that is late all the same is wai
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import Literal
 
@@ -141,7 +141,7 @@ class StartPolicy:
         if self.pipeline_groups is not None:
             return self.layers // min(self.pipeline_groups, self.layers) % self.layers
         wait_ms, tokens = 1000 * (copy_s - prefill.begins_s), self._chunk(prefill.tokens)
-        layer_ms, load_ms = self._layer_ms(spec, tokens), self._load_ms(spec)
+        layer_ms, load_ms = self._assisted_layer_ms(spec, prefill), self._load_ms(spec)
         on_workers_ms = layer_ms + self._extra_ms(spec, tokens)
         for first in range(self.layers):
             most = MOST_GROUPS - (first > 0)
@@ -160,20 +160,20 @@ class StartPolicy:
         return CopyPlan(tuple(groups), first_layer)
 
     def _group_ends(self, spec: AdapterSpec, copy_s: float, prefill: AwaitedPrefill, first_layer: int) -> Sequence[int]:
-        """Returns where groups of layers end, one of them before `first_layer`. Copies are taken to be a quarter slower
-        than the link, so that not every delay makes a layer late."""
+        """Returns where groups of layers end, one of them before `first_layer`. Without help of CPU workers, copies are
+        taken to be a quarter slower than the link, so that not every delay makes a layer late."""
         if not self.mode.is_layerwise:
             return [self.layers]
         if self.pipeline_groups is not None:
             count = min(self.pipeline_groups, self.layers)
             return [self.layers * (index + 1) // count for index in range(count)]
-        tokens = self._chunk(prefill.tokens) if first_layer else prefill.tokens
-        layer_ms, load_ms = self._layer_ms(spec, tokens), _SLOWER * self._load_ms(spec)
-        before_ms = first_layer * (layer_ms + self._extra_ms(spec, tokens)) if first_layer else 0.0
-        ahead_ms = 1000 * (prefill.begins_s - copy_s) + before_ms
-        most = MOST_GROUPS - (first_layer > 0)
-        ends = group_ends(self.layers - first_layer, ahead_ms, load_ms, layer_ms, most)
-        return [*([first_layer] if first_layer else []), *(first_layer + end for end in ends)]
+        ahead_ms, load_ms = 1000 * (prefill.begins_s - copy_s), self._load_ms(spec)
+        if first_layer == 0:
+            return group_ends(self.layers, ahead_ms, _SLOWER * load_ms, self._layer_ms(spec, prefill.tokens))
+        layer_ms = self._assisted_layer_ms(spec, prefill)
+        ahead_ms += first_layer * (layer_ms + self._extra_ms(spec, self._chunk(prefill.tokens)))
+        ends = group_ends(self.layers - first_layer, ahead_ms, load_ms, layer_ms, MOST_GROUPS - 1)
+        return [first_layer, *(first_layer + end for end in ends)]
 
     def _load_ms(self, spec: AdapterSpec) -> float:
         return 1000 * max(1.0, spec.num_bytes / self.layers) / self.link_bytes_per_s
@@ -234,11 +234,9 @@ class StartPolicy:
         others until the adapter has arrived; the rest is computed in an iteration."""
         begins_s, left, spent_ms = prefill.begins_s, prefill.tokens, 0.0
         arrives_ms = 1000 * (max(group.arrives_s for group in groups) - begins_s)
-        is_beside = self.chunk_tokens is not None and prefill.iteration_s > 0
         while left == prefill.tokens or (left > 0 and spent_ms < arrives_ms):
-            tokens = self._chunk(left)
-            spent_ms = self._assisted_ms(begins_s, groups, spec, tokens, spent_ms, is_beside=is_beside)
-            left -= tokens
+            spent_ms = self._assisted_ms(replace(prefill, tokens=left), groups, spec, spent_ms)
+            left -= self._chunk(left)
         ends_s = begins_s + spent_ms / 1000
         if left > 0:
             ends_s = _next_iteration_s(prefill, ends_s) + self.layers * self._layer_ms(spec, left) / 1000
@@ -249,26 +247,25 @@ class StartPolicy:
         return tokens if self.chunk_tokens is None else min(tokens, self.chunk_tokens)
 
     def _assisted_ms(
-        self,
-        begins_s: float,
-        groups: Sequence[ExpectedLayers],
-        spec: AdapterSpec,
-        tokens: int,
-        spent_ms: float,
-        *,
-        is_beside: bool,
+        self, prefill: AwaitedPrefill, groups: Sequence[ExpectedLayers], spec: AdapterSpec, spent_ms: float
     ) -> float:
-        """Returns how many ms after `begins_s` the CPU workers and the device have computed a chunk that they begin
-        after `spent_ms`. `is_beside`: iterations run meanwhile; both read all weights, so each takes twice as long."""
-        layer_ms = self._layer_ms(spec, tokens) * (2 if is_beside else 1)
-        helped_ms, layer = layer_ms + self._extra_ms(spec, tokens), 0
+        """Returns how many ms after the prefill could begin the CPU workers and the device have computed its next
+        chunk, which they begin after `spent_ms`."""
+        layer_ms, layer = self._assisted_layer_ms(spec, prefill), 0
+        helped_ms = layer_ms + self._extra_ms(spec, self._chunk(prefill.tokens))
         for group in groups:
-            spent_ms = max(spent_ms, 1000 * (group.in_host_s - begins_s))
-            missing_ms, count = 1000 * (group.arrives_s - begins_s) - spent_ms, group.end - layer
+            spent_ms = max(spent_ms, 1000 * (group.in_host_s - prefill.begins_s))
+            missing_ms, count = 1000 * (group.arrives_s - prefill.begins_s) - spent_ms, group.end - layer
             helped = 0 if missing_ms <= 0 else count if helped_ms == 0 else min(count, ceil(missing_ms / helped_ms))
             spent_ms += helped * helped_ms + (count - helped) * layer_ms
             layer = group.end
         return spent_ms
+
+    def _assisted_layer_ms(self, spec: AdapterSpec, prefill: AwaitedPrefill) -> float:
+        """Returns the time of a layer of an assisted chunk, with the adapter on the device. A chunk beside iterations
+        takes twice as long as alone, because both read all weights."""
+        is_beside = self.chunk_tokens is not None and prefill.iteration_s > 0
+        return self._layer_ms(spec, self._chunk(prefill.tokens)) * (2 if is_beside else 1)
 
     def _extra_ms(self, spec: AdapterSpec, tokens: int) -> float:
         """Returns by how many ms a layer takes longer whose LoRA the CPU workers compute. The device does not compute
