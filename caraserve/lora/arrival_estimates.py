@@ -1,6 +1,6 @@
 """Estimates when an adapter's layers will be on the device, and when a prefill with it may start."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from caraserve.core.lora_layout import AdapterSpec
@@ -57,6 +57,16 @@ class ArrivalEstimates:
             ExpectedLayers(group.end, now_s if group.end <= layers else self._link_free_s) for group in adapter.groups
         )
 
+    def arrived(self, adapter: Adapter, others: Iterable[Adapter]) -> None:
+        """Corrects the estimates of the other copies under way, which the link ends after that of `adapter`: they are
+        as late, or as early. An error of a few percent would else grow with every copy while the link is busy."""
+        if not (self.by_layers and adapter.groups):
+            return
+        late_s = self._now() - _last_s(adapter.groups)
+        self._link_free_s += late_s
+        for other in others:
+            other.groups = _later(other.groups, late_s)
+
     def all_there(self) -> None:
         """Corrects the estimate when nothing is being copied: the link is free from now on."""
         self._link_free_s = self._now()
@@ -70,7 +80,19 @@ class ArrivalEstimates:
             return self._loading.start_loaded(prefill, adapter.spec)
         if adapter.tier in (AdapterTier.STREAMING, AdapterTier.COPYING) and self.by_layers:
             assert adapter.spec is not None
-            start = self._loading.start(prefill, adapter.groups, adapter.spec, may_assist=may_assist)
+            groups = adapter.groups
+            if adapter.tier is AdapterTier.COPYING and groups and (late_s := self._now() - _last_s(groups)) > 0:
+                groups = _later(groups, 2 * late_s)  # it may be late for as long again
+            start = self._loading.start(prefill, groups, adapter.spec, may_assist=may_assist)
             # A streamed prefill is a side batch: its wait for the network delays no other request.
             return replace(start, at_s=prefill.begins_s) if adapter.tier is AdapterTier.STREAMING else start
         return None
+
+
+def _last_s(groups: tuple[ExpectedLayers, ...]) -> float:
+    """Returns when the last of these layers are expected."""
+    return max(group.arrives_s for group in groups)
+
+
+def _later(groups: tuple[ExpectedLayers, ...], seconds: float) -> tuple[ExpectedLayers, ...]:
+    return tuple(replace(group, arrives_s=group.arrives_s + seconds) for group in groups)

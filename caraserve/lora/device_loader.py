@@ -44,9 +44,10 @@ class DeviceCache:
         """Returns the adapters that are copied to the device while they are still being downloaded."""
         return [adapter for adapter in self._adapters.values() if adapter.tier is AdapterTier.STREAMING]
 
-    def is_arriving(self, beside: Adapter) -> bool:
-        """Returns whether an adapter other than `beside` is being copied from host memory."""
-        return any(other.tier is AdapterTier.COPYING and other is not beside for other in self._adapters.values())
+    def arriving(self, beside: Adapter) -> list[Adapter]:
+        """Returns the adapters other than `beside` that are being copied from host memory."""
+        adapters = self._adapters.values()
+        return [other for other in adapters if other.tier is AdapterTier.COPYING and other is not beside]
 
     def measure(self, spec: AdapterSpec) -> int:
         """Returns the bytes that an adapter takes on the device. Raises AdapterRejected for one that can never fit."""
@@ -250,7 +251,10 @@ class DeviceLoader:
             return
         adapter.copy_error = None
         self.under_way -= 1
-        if not self._device_cache.is_arriving(beside=adapter):
+        if others := self._device_cache.arriving(beside=adapter):
+            if error is None:
+                self._arrivals.arrived(adapter, others)
+        else:
             self._arrivals.all_there()
         if adapter.is_leaving and adapter.error is None:
             self._set_back(adapter)

@@ -14,7 +14,6 @@ async def test_requests_that_come_before_a_failed_copy_is_reported_fail_too_and_
         first, one = here.ask(PROMPT, "a0", max_tokens=20)
         await turn()
         here.reader.reads.pop()(True)
-        here.backend.now_s += 1000.0  # long enough for its copy: the prefill begins
         await turn()
         version = here.engine.catalog.manager._names["a0"]
         here.backend.copies.pop()(False)
@@ -39,7 +38,6 @@ async def test_kv_blocks_of_a_failed_copy_are_not_reused_though_its_request_was_
         lost, one = here.ask(prompt, "a0", max_tokens=4)
         await turn()
         here.reader.reads.pop()(True)
-        backend.now_s += 1000.0  # long enough for its copy
         version = here.engine.catalog.manager._names["a0"]
         while not any(version.slot in {row.adapter_slot for row in batch.rows} for batch in backend.launched):
             backend.step()

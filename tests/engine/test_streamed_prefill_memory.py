@@ -187,7 +187,7 @@ async def test_no_request_continues_with_an_adapter_whose_copy_has_failed_and_it
     async with with_harness(step_tokens=64) as here:
         await begun(here, "a0")
         await end_read(here)
-        here.backend.now_s += 1000.0
+        here.backend.now_s = max(group.arrives_s for group in version_of(here, "a0").groups)
         second, _ = here.ask(range(30, 46), "a0", max_tokens=20)
         await turn()
         here.backend.copies.pop()(False)
