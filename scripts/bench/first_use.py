@@ -4,9 +4,9 @@
 
 Makes 32 adapters of rank 16 on all modules, 84 MB each, whose files stay in the page cache. The server's device
 computes nothing, so a time to the first token is that of the adapter, beside 1 to 2 ms for HTTP. In each round a server
-starts twice: the first time with an empty cache folder, the second time with what the first has left there. Then 16
-adapters are used for the first time one after another, and the other 16 at once. With `--tree` the servers of several
-checkouts run in turns, so that their figures compare. The last line of stdout is one JSON document.
+starts twice: the first time with an empty cache folder, the second time with what the first has left there. Then half
+of the adapters are used for the first time one after another, and the others at once. With `--tree` the servers of
+several checkouts run in turns, so that their figures compare. The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -35,7 +35,6 @@ from safetensors.numpy import save
 
 _ROOT = Path(__file__).parents[2]
 _READY = re.compile(rb"ready at http://\S+:(\d+)")
-_ONE_BY_ONE, _AT_ONCE = 16, 16
 _RANK, _LAYERS, _HIDDEN = 16, 32, 4096
 _LINEARS = {
     "self_attn.q_proj": (4096, 4096),
@@ -60,9 +59,9 @@ class Figure:
     tree: str
     start_ms: float  # with an empty cache folder
     start_again_ms: float
-    one_ms: float  # median of 16, one after another
+    one_ms: float  # median, one after another
     one_whole_ms: float  # until the answer of two tokens has ended
-    at_once_p50_ms: float  # of 16 at once
+    at_once_p50_ms: float  # of all others at once
     at_once_p95_ms: float
     used_ms: float  # median of second uses, one after another
 
@@ -75,18 +74,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout to measure too")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--adapters", type=int, default=32, help="half are used one by one (default %(default)s)")
     parser.add_argument("--folder", type=Path, help="where the adapters are made, 2.7 GB (default: a temporary folder)")
     args = parser.parse_args()
     trees, figures = [_ROOT, *args.tree], []
     names = [field.name.removesuffix("_ms") for field in fields(Figure)]
     print("  ".join(f"{name:>14}" for name in names), flush=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as made:
-        _make_files(Path(made))
+        _make_files(Path(made), args.adapters)
         for tree in trees:  # kernels are compiled
-            _round(tree, Path(made), count=1)
+            _round(tree, Path(made), 2)
         for number in range(args.rounds):
             for tree in trees if number % 2 == 0 else trees[::-1]:
-                figures.append(_round(tree, Path(made)))
+                figures.append(_round(tree, Path(made), args.adapters))
                 _show(figures[-1])
     for tree in trees:
         mine = [asdict(one) for one in figures if one.tree == tree.name]
@@ -103,7 +103,7 @@ def _show(one: Figure, note: str = "") -> None:
 # --- files ---
 
 
-def _make_files(folder: Path) -> None:
+def _make_files(folder: Path, count: int) -> None:
     """Makes a folder of a model without weights, and one of adapters that differ in one value."""
     from caraserve import demo
 
@@ -112,7 +112,7 @@ def _make_files(folder: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | _SIZES))
     data = bytearray(save(_tensors()))
-    for number in range(_ONE_BY_ONE + _AT_ONCE):
+    for number in range(count):
         adapter = folder / "adapters" / f"a{number:02}"
         adapter.mkdir(parents=True)
         (adapter / "adapter_config.json").write_text(json.dumps(_ADAPTER))
@@ -134,7 +134,7 @@ def _tensors() -> dict[str, Any]:
 # --- the client ---
 
 
-def _round(tree: Path, made: Path, count: int = _ONE_BY_ONE + _AT_ONCE) -> Figure:
+def _round(tree: Path, made: Path, count: int) -> Figure:
     names = [f"a{number:02}" for number in range(count)]
     with tempfile.TemporaryDirectory(dir=made) as cache:
         kernels = Path.home() / ".cache" / "caraserve" / "kernels"
@@ -145,11 +145,12 @@ def _round(tree: Path, made: Path, count: int = _ONE_BY_ONE + _AT_ONCE) -> Figur
             pass
         with _server(tree, made, names, cache) as (port, start_again_ms):
             _first_token_ms(port, "model")
-            one = [_first_token_ms(port, name) for name in names[:_ONE_BY_ONE]]
-            with ThreadPoolExecutor(_AT_ONCE) as threads:
-                at_once = list(threads.map(lambda name: _first_token_ms(port, name)[0], names[_ONE_BY_ONE:]))
+            half = count // 2
+            one = [_first_token_ms(port, name) for name in names[:half]]
+            with ThreadPoolExecutor(half) as threads:
+                at_once = list(threads.map(lambda name: _first_token_ms(port, name)[0], names[half:]))
             used = [_first_token_ms(port, name)[0] for name in names]
-    parts = quantiles(at_once or [0.0, 0.0], n=20, method="inclusive")
+    parts = quantiles([*at_once, *at_once], n=20, method="inclusive")
     first, whole = (median(times) for times in zip(*one, strict=True))
     return Figure(tree.name, start_ms, start_again_ms, first, whole, parts[9], parts[18], median(used))
 
@@ -205,7 +206,8 @@ def _first_token_ms(port: int, adapter: str) -> tuple[float, float]:
     began_s = time.monotonic()
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
-    line = response.readline()
+    while (line := response.readline()).startswith((b":", b"\n")):  # comments, while the prompt is computed
+        pass
     first_s = time.monotonic()
     rest = response.read()
     whole_s = time.monotonic()
