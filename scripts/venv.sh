@@ -33,10 +33,10 @@ make_venv() {
     "$python" -m venv --clear "$VENV"
 }
 
-# prepare_venv EXTRA: installs the package with EXTRA ("" or "test") at the pinned versions, unless that was done for
-# this very place, pyproject.toml and constraints. A second start therefore needs neither time nor network.
+# prepare_venv EXTRA [OPTIONS OF PIP]: installs the package with EXTRA ("" or "test") at the pinned versions, unless that
+# was done for this very place, pyproject.toml and constraints. A second start therefore needs neither time nor network.
 prepare_venv() {
-    local extra=$1 stamp=$VENV/.caraserve want have=""
+    local extra=$1 options=("${@:2}") stamp=$VENV/.caraserve want have=""
     local pins=(scripts/constraints.txt scripts/constraints-cuda13.txt)
     want="$PWD $(cat pyproject.toml "${pins[@]}" | cksum)"
     [[ -x $VENV/bin/caraserve && -f $stamp ]] && have=$(<"$stamp")
@@ -44,6 +44,6 @@ prepare_venv() {
     make_venv
     say "Installing the pinned packages into $VENV (once; some minutes on a slow link)"
     "$VENV/bin/python" -m pip install --quiet --quiet --no-input --disable-pip-version-check \
-        "${pins[@]/#/--constraint=}" --editable ".${extra:+[$extra]}"
+        "${pins[@]/#/--constraint=}" "${options[@]}" --editable ".${extra:+[$extra]}"
     echo "$want $extra" >"$stamp"
 }

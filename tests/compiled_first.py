@@ -67,7 +67,13 @@ def _compile_simulator() -> None:
     compile_steps(simulation.fleet, simulation._rng)
 
 
+def _import_oracle() -> None:
+    """Imports transformers and torch: Python translates 2,000 of their modules, as pip has not."""
+    import peft  # noqa: F401
+
+
 PARTS: tuple[tuple[str, Callable[[], None]], ...] = (
     ("caraserve.cpu", _compile_kernels),
     ("caraserve.bench.simulator", _compile_simulator),
+    ("peft", _import_oracle),
 )

@@ -197,7 +197,6 @@ async def serving() -> AsyncIterator[Client]:
         try:
             yield Client(port)
         finally:
-            gc.unfreeze()
             gc.set_threshold(*thresholds)
             await runner.cleanup()
 

@@ -154,7 +154,6 @@ class Running:
                 gc.collect()
         finally:
             gc.enable()
-            gc.unfreeze()
         return {name: objects for name, objects in left.items() if objects}
 
     async def _left_by(self, row: Sequence[Kind], forget: Callable[[], None]) -> dict[str, int]:
