@@ -43,7 +43,7 @@ class Host:
             at_s = self.times.plan_at_s(ROWS, has_prompts=work.tokens > 0)
             planned_s = self.now_s
             if at_s is not None and at_s > self.now_s:
-                planned_s = min(at_s + late_s(), done_s)
+                planned_s = min(at_s, done_s) + late_s()  # nothing wakes a host that cannot run
                 if planned_s >= at_s:
                     self.times.woke(planned_s - at_s)
             self.leads_s.append(None if at_s is None else done_s - planned_s)
@@ -119,11 +119,11 @@ def test_one_slow_launch_changes_nothing_but_many_make_the_lead_longer(host: Hos
 
 
 def test_launches_that_are_far_too_late_now_and_then_cost_the_device_a_bounded_share_of_its_time(host: Host) -> None:
-    """As on a machine whose cores other processes use: no lead would be enough."""
+    """As on a machine whose cores other processes use: no lead would be enough. Unbounded, it would be 6 %."""
     host.run(200, uniform(0.001, 0.001))
     host.run(5000, lambda: 0.001, late_s=lambda: 0.02 if RNG.random() < 0.03 else 0.0)
     assert any(lead_s is not None for lead_s in host.leads_s)
-    assert host.waited_share < 0.01
+    assert host.waited_share < 0.015
     host.run(1000, uniform(0.001, 0.001))
     assert all(lead_s is not None for lead_s in host.leads_s[-100:])
 
