@@ -17,7 +17,7 @@ _FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-quic"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
 )
-_START_S, _WAIT_S = 60.0, 20.0
+_START_S, _COMMAND_S, _WAIT_S = 60.0, 60.0, 60.0
 _LOOK_S = 0.05  # between two looks at whether something has happened
 _KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, ""), "Delete": (46, ""), "End": (35, "")}
 _KEYS |= {"ArrowDown": (40, ""), "ArrowLeft": (37, ""), "ArrowRight": (39, ""), "Backspace": (8, "")}
@@ -45,7 +45,10 @@ class Browser:
         self._number += 1
         await self._socket.send_json({"id": self._number, "method": method, "params": params})
         while True:
-            message = await self._socket.receive_json(timeout=_WAIT_S)
+            try:
+                message = await self._socket.receive_json(timeout=_COMMAND_S)
+            except TimeoutError:
+                raise Failed(f"the browser does not answer {method} in {_COMMAND_S:.0f} s") from None
             if message.get("id") == self._number:
                 if "error" in message:
                     raise Failed(f"{method}: {message['error']['message']}")

@@ -6,12 +6,13 @@ import os
 import shlex
 import shutil
 import sys
+from asyncio.subprocess import PIPE
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.page.browser import Browser, Failed
-from scripts.page.servers import KEY
+from scripts.page.servers import ASCII_KEY, KEY
 
 _ENDED = "document.querySelector('#stop').hidden && !document.querySelector('article[aria-busy]')"
 _FACTS = {"TTFT", "TPOT", "tokens", "prompt", "total", "queued", "load", "prefill", "decode", "version"}
@@ -261,10 +262,13 @@ async def snippets(page: Browser, folder: Path) -> None:
 
 
 async def _output(folder: Path, *command: str) -> str:
-    process = await asyncio.create_subprocess_exec(
-        *command, cwd=folder, env=os.environ | {"CARASERVE_API_KEY": KEY}, stdout=-1, stderr=-2
-    )
-    return (await process.communicate())[0].decode()
+    """Returns what a command writes. Raises Failed with its errors if it fails."""
+    given = os.environ | {"CARASERVE_API_KEY": ASCII_KEY}
+    process = await asyncio.create_subprocess_exec(*command, cwd=folder, env=given, stdout=PIPE, stderr=PIPE)
+    written, errors = await process.communicate()
+    if process.returncode != 0:
+        raise Failed(f"{command[0]} fails: {errors.decode()}")
+    return written.decode()
 
 
 async def keyboard(page: Browser) -> None:

@@ -16,6 +16,7 @@ import aiohttp
 from scripts.page.browser import Failed
 
 KEY = "sk-page-ü"
+ASCII_KEY = "sk-page"  # OpenAI's client sends no other
 _START_S = 240.0
 _HEADERS = {"Authorization": f"Bearer {KEY}"}
 
@@ -31,7 +32,7 @@ class Demo:
 @asynccontextmanager
 async def demo(more: Sequence[str] = ()) -> AsyncIterator[Demo]:
     """Runs the demo on a free port, with a key that is an admin's, and with a folder that it does not serve."""
-    arguments = ["--port", "0", "--admin-key", KEY, "--allow-runtime-lora-updating", *more]
+    arguments = ["--port", "0", "--admin-key", KEY, "--api-key", ASCII_KEY, "--allow-runtime-lora-updating", *more]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as data:
         (Path(data) / "caraserve" / "adapters" / "half").mkdir(parents=True)
         process = await asyncio.create_subprocess_exec(
@@ -68,7 +69,7 @@ async def ask(url: str, method: str, path: str, body: dict[str, Any]) -> None:
 
 
 @asynccontextmanager
-async def load(url: str, names: Sequence[str], requests_per_s: float = 4.0) -> AsyncIterator[None]:
+async def load(url: str, names: Sequence[str], requests_per_s: float) -> AsyncIterator[None]:
     """Keeps the server busy: prompts to some adapters, more often to the first of them."""
     async with aiohttp.ClientSession(headers=_HEADERS) as session:
         sending = asyncio.create_task(_keep_sending(session, url, names, requests_per_s))
