@@ -25,6 +25,8 @@ from caraserve.gpu.forward.lanes import CapturedPass
 from caraserve.gpu.kernels.bgmv_work import AdapterItems
 from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.loop import Engine
+from caraserve.lora.adapter import Adapter, AdapterTier
+from caraserve.lora.start_policy import AwaitedPrefill, PrefillStart
 from tests.gpu.answers import CONTEXT, Asked, check, run_server
 from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, hold_second_copy, on_a_loop, serving
 from tests.gpu.host_driver import HostDriver
@@ -54,9 +56,11 @@ def ask(
     step_tokens: int = 48,
     params: dict[str, Any] | None = None,
     prepare: Callable[[Host], None] = lambda host: None,
+    starts_early: bool = False,
     **device: Any,
 ) -> list[Answer]:
-    """Returns a new engine's answers to requests sent one after another. `prepare` is called before the first."""
+    """Returns a new engine's answers to requests sent one after another. `prepare` is called before the first.
+    `starts_early`: prefills start at once, as if their layers were expected in time."""
     pool_bytes = pool_granules * GRANULE_BYTES
     lora = lora_config(subject.adapters, mode=mode, device_bytes=device_bytes or pool_bytes, host_bytes=4 * MIB)
     if padded:
@@ -75,6 +79,8 @@ def ask(
             if len(host.backend.workers):
                 assert host.backend.workers.await_all(30)
             prepare(host)
+            if starts_early:
+                served.catalog.manager.arrivals.start_of = at_once  # type: ignore[method-assign]
             tasks = []
             for prompt, name in asked:
                 tasks.append(submit(served, prompt, name, max_tokens=tokens, **params or {}))
@@ -82,6 +88,11 @@ def ask(
             return await asyncio.gather(*tasks)
 
     return asyncio.run(serve())
+
+
+def at_once(adapter: Adapter, prefill: AwaitedPrefill, *, may_assist: bool) -> PrefillStart | None:
+    there = adapter.tier in (AdapterTier.COPYING, AdapterTier.DEVICE)
+    return PrefillStart(prefill.begins_s, assist=False) if there else None
 
 
 def orders() -> list[object]:
@@ -142,7 +153,9 @@ def test_graphs_answer_like_kernels_launched_one_by_one(subject: Subject, last: 
     rng, seen = random.Random(f"graphs {last}"), Seen()
     asked = some_requests(rng, [None, *subject.adapters], 12)
     device: dict[str, Any] = {"seed": 1, "last": last, "graph_bytes": 1 << 30, "pipeline_groups": groups}
-    answers = ask(subject, asked, 5, prepare=lambda host: seen.look_at(host, first_layers_late=True), **device)
+    answers = ask(
+        subject, asked, 5, prepare=lambda host: seen.look_at(host, first_layers_late=True), starts_early=True, **device
+    )
     check(subject, asked, answers, 5)
     assert seen.waited
     assert set(seen.replays) == ({False} if groups == 1 else {True, False})
@@ -231,7 +244,9 @@ def test_adapters_are_awaited_without_graphs_if_waits_cannot_be_captured(
     rng, seen = random.Random(12), Seen()
     asked = some_requests(rng, [None, *subject.adapters], 8)
     device: dict[str, Any] = {"seed": 1, "last": Lane.COPY, "graph_bytes": 1 << 30}
-    answers = ask(subject, asked, 5, prepare=lambda host: seen.look_at(host, first_layers_late=True), **device)
+    answers = ask(
+        subject, asked, 5, prepare=lambda host: seen.look_at(host, first_layers_late=True), starts_early=True, **device
+    )
     check(subject, asked, answers, 5)
     assert seen.waited
     assert set(seen.replays) == {False}

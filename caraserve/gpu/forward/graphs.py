@@ -161,7 +161,8 @@ class GraphSet:
         found = list(buckets(self.max_rows, self.max_tokens, merging=self.merging))
         if len(found) > count:
             found = list(buckets(self.max_rows, self.max_tokens, merging=self.merging, thinned=_THINNEST))
-        return sorted(found[:count], key=lambda bucket: (bucket.is_late, -bucket.size, bucket))
+        chosen = found[:count]
+        return sorted(chosen, key=lambda bucket: (bucket.is_late, -bucket.size, bucket))
 
     def captured(self, bucket: Bucket, num_bytes: int) -> bool:
         """Records a graph and its bytes. Returns False if it exceeds the budget: the caller then destroys it."""

@@ -199,7 +199,7 @@ class IterationRunner:
         begun_s = time.monotonic() if captured is not None else issued_s  # a graph begins when all of it is there
         arrivals = {slot: self._images.bound[slot].arrivals for slot in arriving}
         failures = {} if masked is None else masked.failures
-        self._return_results(batch, now, arrivals, failures, (begun_s, issued_s), done)
+        self._return_results(batch, now, arrivals, failures, begun_s, done)
         self._last = now
 
     def _prepare(self, batch: Batch, stays: "_Unchanging | None", *, is_known: bool) -> "_PreparedBatch":
@@ -242,24 +242,22 @@ class IterationRunner:
         now: _PreparedBatch,
         arrivals: Mapping[int, list[tuple[int, float]]],
         failures: Mapping[int, GrammarFailed],
-        launch_s: tuple[float, float],
+        begun_s: float,
         done: Done,
     ) -> None:
-        """`arrivals`: of adapters that may not have arrived, by slot; `launch_s`: when the device could begin, and when
-        the issue of the kernels began."""
+        """`arrivals`: of adapters that may not have arrived, by slot."""
         launched_s = time.monotonic()
         prompt_tokens = self._slots.prompt_tokens.copy()
 
         def read(results: Results) -> StepResult:
             done_s = time.monotonic()
-            started_s, issued_s = (max(each, self._ended_s) for each in launch_s)
-            self._ended_s = done_s
+            started_s, self._ended_s = max(begun_s, self._ended_s), done_s
             if self._trace is not None:
                 name = f"{batch.num_tokens} tokens of {len(batch.rows)} requests"
                 self._trace.span("device", name, int(started_s * 1e9), int(done_s * 1e9))
             found = values_of(self._decoder, now.outputs, results)
             loads = {
-                slot: ColdStartCost(waited_ms=1000 * stall_s(issued_s, done_s, self._layers, of_slot))
+                slot: ColdStartCost(waited_ms=1000 * stall_s(started_s, done_s, self._layers, of_slot))
                 for slot, of_slot in arrivals.items()
             }
             rows = collect(batch, now.outputs, found, prompt_tokens, loads, failures)
