@@ -24,8 +24,12 @@ const dialog = new AdapterDialog(() => mayChange(latest), () => table.refreshSoo
 let table = null;
 const tabs = new Tabs(name => {
   if (latest === null) return;
-  if (name === "server") numbers.showUsage();
-  else if (name === "adapters") table.refreshSoon();
+  if (name === "server") {
+    numbers.show();
+    numbers.showUsage();
+  } else if (name === "adapters") {
+    table?.refreshSoon();
+  }
 });
 
 byId("forget").addEventListener("click", () => {
@@ -60,7 +64,8 @@ async function refresh() {
   showState(stats.draining ? "stopping" : "serving", stats.draining);
   setText("model", `${stats.model} · ${stats.version}${stats.instance ? ` · instance ${stats.instance}` : ""}`);
   byId("forget").hidden = !hasKey();
-  numbers.show(stats, tabs.shown === "server");
+  numbers.take(stats);
+  if (tabs.shown === "server") numbers.show();
   if (tabs.shown === "server" && stats.instance !== null) await numbers.showInstances();
   if (hasBegun) return;
   upload.allow(whyNot(stats));

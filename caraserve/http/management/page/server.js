@@ -8,9 +8,13 @@ import { drawTimeline } from "./timeline.js";
 const MOST_ROWS = 100;
 
 export class ServerNumbers {
+  #latest = null;
   #before = null;  // tokens computed, and when
 
   constructor() {
+    for (const change of [matchMedia("(prefers-color-scheme: dark)"), window]) {
+      change.addEventListener(change === window ? "resize" : "change", () => this.#drawTimeline());
+    }
     byId("usage-refresh").addEventListener("click", () => this.showUsage());
     byId("metrics").addEventListener("click", async event => {
       if (!hasKey()) return;  // the link works as it is
@@ -23,10 +27,17 @@ export class ServerNumbers {
     });
   }
 
-  show(stats, isShown) {
+  // Notes new numbers.
+  take(stats) {
     const now = performance.now(), before = this.#before;
+    if (before) setText("rate", count(Math.max(0, Math.round(1000 * (stats.computed_tokens - before.tokens) / (now - before.now)))));
     this.#before = { tokens: stats.computed_tokens, now };
-    if (!isShown) return;
+    this.#latest = stats;
+  }
+
+  // Shows the newest numbers.
+  show() {
+    const stats = this.#latest;
     setText("running", count(stats.running));
     setText("waiting", count(stats.waiting));
     const share = stats.kv_total_blocks ? stats.kv_used_blocks / stats.kv_total_blocks : 0;
@@ -36,10 +47,13 @@ export class ServerNumbers {
     setText("first95", duration(stats.first_token.p95_ms));
     setText("gap50", duration(stats.token_gap.p50_ms));
     setText("gap95", duration(stats.token_gap.p95_ms));
-    const rate = before && 1000 * (stats.computed_tokens - before.tokens) / (now - before.now);
-    if (before) setText("rate", count(Math.max(0, Math.round(rate))));
-    drawTimeline(stats.timeline, stats.loads);
     byId("instances-section").hidden = stats.instance === null;
+    this.#drawTimeline();
+  }
+
+  // A canvas that is not in sight has no width.
+  #drawTimeline() {
+    if (this.#latest && byId("timeline").clientWidth) drawTimeline(this.#latest.timeline, this.#latest.loads);
   }
 
   forgetRate() { this.#before = null; }
