@@ -85,7 +85,7 @@ async def test_an_embedding_that_is_not_finite_is_an_error(
     subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt of the base model in the same iteration is embedded."""
-    monkeypatch.setattr("caraserve.lora.peft.LARGEST_UPDATE", math.inf)
+    monkeypatch.setattr("caraserve.lora.image_writer.LARGEST_UPDATE", math.inf)
     model, adapters, oracle = subject
     huge = shutil.copytree(adapters["r8"], tmp_path / "huge")
     tensors = load_file(huge / "adapter_model.safetensors")

@@ -193,7 +193,7 @@ async def test_an_adapter_whose_logits_are_not_finite_fails_alone(
 ) -> None:
     """Other requests run in the same iterations and later reuse its KV blocks. Finite hidden states whose squares
     overflow are covered, too."""
-    monkeypatch.setattr("caraserve.lora.peft.LARGEST_UPDATE", math.inf)
+    monkeypatch.setattr("caraserve.lora.image_writer.LARGEST_UPDATE", math.inf)
     subject, rng = families["llama3"], random.Random(9)
     huge = shutil.copytree(subject.adapters["r8"], tmp_path / "huge")
     tensors = load_file(huge / "adapter_model.safetensors")
