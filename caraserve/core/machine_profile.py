@@ -28,6 +28,7 @@ SCHEMA = 4  # increases when a field changes its name or meaning
 
 Targets = Literal["qkv", "all"]  # modules that read the attention's input; or all of a layer
 
+_LEAST_MS = 1e-6  # of a measured time: errors are relative
 _KNEE_GAIN = 0.5  # most squared errors of a curve with a knee, over those of one without
 _NEARLY = 1.5  # squared errors of curves that are nearly equal, over those of the best
 _FIXED_SHARE = 0.2  # of the time of a slice, at the knee
@@ -114,6 +115,7 @@ class PrefillCurve:
         """Fits the points by least squares of relative errors: once without `least_ms`, and with each number of the
         smallest sizes as those that take it. A curve with it must be clearly better, because noise makes steps, too; of
         nearly equal ones, the one with most of the sizes counts."""
+        points = [dataclasses.replace(point, ms=max(point.ms, _LEAST_MS)) for point in points]
         sizes = sorted({point.tokens for point in points})
         line, *curves = (cls._fitted(points, size) for size in (0, *sizes[:-1]))
         most_error = min([_KNEE_GAIN * line._error(points), *(_NEARLY * curve._error(points) for curve in curves)])

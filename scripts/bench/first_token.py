@@ -1,6 +1,6 @@
 """Measures the time to the first token while answers are decoded, over real HTTP, with a clock as the device.
 
-    .venv/bin/python scripts/bench/first_token.py [--tree OTHER_CHECKOUT] [--rows 0 64] [--rates 9]
+    .venv/bin/python -m scripts.bench.first_token [--tree OTHER_CHECKOUT] [--rows 0 64] [--rates 9]
 
 Requests arrive at random (Poisson) while some streams, `--rows`, are decoded without end. The clock takes `--decode-ms`
 for an iteration, `--prompt-ms` more for one with a prompt, and begins none before it has been launched, which takes

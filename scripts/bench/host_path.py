@@ -1,6 +1,6 @@
 """Measures the CPU time that the server's main thread spends for each streamed token, over real HTTP.
 
-    .venv/bin/python scripts/bench/host_path.py [--tree OTHER_CHECKOUT] [--device demo]
+    .venv/bin/python -m scripts.bench.host_path [--tree OTHER_CHECKOUT] [--device demo]
 
 Starts the server with the demo model or with a clock as its device (scripts/bench/clock_server.py), and keeps a number
 of streams open, each request followed by the next. A client on another core counts events. With `--tree` the servers

@@ -137,6 +137,11 @@ def test_a_kernel_that_pads_is_predicted_by_its_largest_rank() -> None:
     assert Decode.fitted(points).r2 < 0.99
 
 
+def test_times_too_short_to_be_measured_still_give_a_prefill_curve() -> None:
+    curve = PrefillCurve.fitted([PrefillPoint(tokens, 0, 0.0) for tokens in (16, 64, 256)])
+    assert curve.ms(64, 0) == pytest.approx(0.0, abs=1e-3)
+
+
 def test_r_squared_is_the_share_of_the_variance_explained() -> None:
     fit = LineFit.fitted([0.0, 1.0, 2.0], [0.0, 1.0, 1.0])
     assert (fit.alpha_ms, fit.beta_ms, fit.r2) == pytest.approx((1 / 2, 1 / 6, 3 / 4))
