@@ -25,7 +25,9 @@ def server_of(
     options of clock_server.py, which makes a clock its device; None: the CPU is. `is_urgent`: it does not share its
     core with processes that happen to run beside it, where the system allows that."""
     module = ["-m", "caraserve"] if clock is None else [str(Path(__file__).with_name("clock_server.py")), *clock]
-    command = ["taskset", "-c", str(CORES[0]), sys.executable, *module, "serve", *_OPTIONS, *options]
+    # A clock that takes no time would make a profile of none.
+    profile = [] if clock is None else ["--profile", str(tree / "tests" / "profile.json")]
+    command = ["taskset", "-c", str(CORES[0]), sys.executable, *module, "serve", *_OPTIONS, *profile, *options]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     prepare = _become_urgent if is_urgent else None
     with subprocess.Popen(
