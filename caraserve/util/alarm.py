@@ -44,7 +44,7 @@ class Alarm:
     def _ring(self) -> None:
         try:
             os.read(self._timer, 8)
-        except BlockingIOError:  # it was set anew after it had expired
+        except BlockingIOError:  # it was set again after it had expired
             return
         call, self._call = self._call, None
         if call is not None:

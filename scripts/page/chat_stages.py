@@ -32,7 +32,7 @@ async def give_key(page: Browser, chosen: Sequence[str] = ("caraserve-demo×", "
     await page.type(KEY)
     await page.press("Enter")
     await page.until("document.querySelector('#state').textContent === 'serving'", "the numbers do not arrive")
-    await page.until("document.querySelector('#chosen li')", "nobody is chosen to answer")
+    await page.until("document.querySelector('#chosen li')", "no adapter is chosen to answer")
     page.forget("status of 401")
     if (names := await page.texts("#chosen li")) != [*chosen]:
         raise Failed(f"chosen at first: {names}")

@@ -93,7 +93,7 @@ Records = dict[int, _Recorded]  # of one launch of a graph, by the number of the
 
 @dataclass(slots=True)
 class _Capture:
-    """Operations of a graph with their streams, each made anew for every launch, and what is checked or noted of words
+    """Operations of a graph with their streams, each made again for every launch, and what is checked or noted of words
     at each launch."""
 
     stream: Stream

@@ -10,7 +10,7 @@ from caraserve.util.alarm import Alarm
 
 
 def late_by_s(*after_s: float) -> list[float]:
-    """Returns how late an alarm is that is set anew for each of these times after the one before has come."""
+    """Returns how late an alarm is that is set again for each of these times after the one before has come."""
 
     async def run() -> list[float]:
         alarm, rang, late_s = Alarm(), asyncio.Event(), []
@@ -38,7 +38,7 @@ def test_a_time_in_the_past_comes_at_once(at_s: float) -> None:
     assert late_by_s(at_s)[0] < 0.5 - at_s
 
 
-async def test_an_alarm_set_anew_comes_once_and_one_that_is_closed_never() -> None:
+async def test_an_alarm_set_again_comes_once_and_one_that_is_closed_never() -> None:
     alarm, calls = Alarm(), []
     now_s = time.monotonic()
     alarm.set(now_s - 1.0, lambda: calls.append("first"))

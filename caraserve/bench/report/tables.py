@@ -55,14 +55,13 @@ def write_document(document: Mapping[str, object], asked: bool) -> None:
 
 def in_words(summary: Summary) -> str:
     """Returns a run's main figures as one sentence."""
-    parts = [f"{summary.completed} of {summary.sent} requests were answered"]
+    words = f"{summary.completed} of {summary.sent} requests were answered"
     if (first := summary.latency.ttft) is not None:
-        slowest = f"95 % within {first.percentiles_ms['p95']:.4g}"
-        parts.append(f"with the first token after {first.mean_ms:.4g} ms on average ({slowest} ms)")
+        slowest_ms = first.percentiles_ms["p95"]
+        words += f", with the first token after {first.mean_ms:.4g} ms on average (95 % within {slowest_ms:.4g} ms)"
     if (later := summary.latency.tpot) is not None:
-        parts.append(f"and each later one {later.mean_ms:.3g} ms after the one before")
-    rates = f"{summary.requests_per_s:.3g} requests and {summary.output_tokens_per_s:.4g} tokens a second"
-    return f"{', '.join(parts[:2])}{''.join(f' {part}' for part in parts[2:])}: {rates}."
+        words += f" and each later one {later.mean_ms:.3g} ms after the one before"
+    return f"{words}: {summary.requests_per_s:.3g} requests and {summary.output_tokens_per_s:.4g} tokens a second."
 
 
 def report_tables(summaries: Sequence[Summary], latencies: Sequence[str] = LATENCIES) -> Iterator[Table]:

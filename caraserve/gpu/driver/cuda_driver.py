@@ -232,7 +232,7 @@ class CudaDriver:
         self._find_borders()
 
     def _find_borders(self) -> None:
-        """Notes all borders anew; other threads find either the old ones or the new ones."""
+        """Notes all borders again; other threads find either the old ones or the new ones."""
         self._borders = sorted(border for known in list(self._registered.values()) for border in known.borders)
 
     def run(self, stream: Stream, issue: Callable[[], None]) -> None:

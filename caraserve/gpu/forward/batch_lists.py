@@ -3,7 +3,7 @@
 An item names its group of rows by a number, and the rows are in the table of groups. So items are sent only for an
 adapter that the lists do not have: when rows end, or move because a prompt's tokens come between them, the table alone
 changes. An adapter that leaves keeps its items, which kernels skip because its group has rank 0, until an adapter with
-as many items takes their places. If too many would be skipped, the lists are made anew.
+as many items takes their places. If too many would be skipped, the lists are rebuilt.
 """
 
 from collections.abc import Sequence
@@ -106,7 +106,7 @@ class ItemPlaces:
         found = list(map(self._numbers.get, keys))
         new = [(index, key) for index, (key, number) in enumerate(zip(keys, found, strict=True)) if number is None]
         if len(new) > _MOST_NEW * len(wanted):
-            return self._anew(wanted, keys)
+            return self._rebuilt(wanted, keys)
         unused = set(range(self.groups)).difference(found)
         for index, key in new:
             found[index] = self._put(wanted[index], key, unused)
@@ -116,7 +116,7 @@ class ItemPlaces:
         skipped = sum(sum(self._blocks[number].sizes) for number in unused)
         fit = all(count <= most for count, most in zip(self.counts, self._capacities, strict=True))
         if not fit or self.groups > self._most_groups or skipped > _MOST_SKIPPED * (sum(self.counts) - skipped):
-            return self._anew(wanted, keys)
+            return self._rebuilt(wanted, keys)
         numbers = [number for number in found if number is not None]
         return numbers, [write for index, _ in new for write in self._writes(numbers[index])]
 
@@ -146,7 +146,9 @@ class ItemPlaces:
         parts = zip(block.first, _lists(block.adapter), strict=True)
         return [ItemWrite(place, first, in_groups([items], [number])) for place, (first, items) in enumerate(parts)]
 
-    def _anew(self, wanted: Sequence[OfAdapter], keys: Sequence[tuple[int, int]]) -> tuple[list[int], list[ItemWrite]]:
+    def _rebuilt(
+        self, wanted: Sequence[OfAdapter], keys: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[ItemWrite]]:
         """Places these groups one after another, and nothing else."""
         self._blocks, self._numbers, self.counts = [], {}, [0] * len(self._capacities)
         numbers = [self._put(adapter, key, set()) for adapter, key in zip(wanted, keys, strict=True)]

@@ -7,7 +7,7 @@ from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver.api import Driver, DriverError
 from caraserve.util.memory import take_pages
-from caraserve.util.units import human_bytes
+from caraserve.util.units import align_up, human_bytes
 
 _PIECE_BYTES = 512 << 20
 _HUGE_PAGE_BYTES = 2 << 20  # pieces meet at page boundaries, so that no page is registered twice
@@ -73,8 +73,7 @@ class RegisteredMemory:
     def _end_after(self, num_bytes: int) -> int:
         """Returns the address at which a piece ends that has the region's first `num_bytes`, or nearly so many."""
         whole = self._base + self._num_bytes
-        end = -(-(self._base + num_bytes) // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-        return min(end, whole)
+        return min(align_up(self._base + num_bytes, _HUGE_PAGE_BYTES), whole)
 
     def _register(self, end: int) -> int:
         """Registers what follows, up to `end`. Returns its address on the device."""

@@ -1,4 +1,4 @@
-"""The host region is registered in pieces, beside what a start does; whoever needs a piece waits for it."""
+"""The host region is registered in pieces, beside the rest of a start, and copies from a piece wait for it."""
 
 import threading
 from collections.abc import Callable, Iterator
