@@ -98,8 +98,8 @@ FLAGS = (
           "`hf download MODEL --revision REVISION --local-dir DIR` and serve DIR"),
     _refused("--tokenizer --hf-config-path", "tokenizer and config.json are read from the model's folder"),
     _refused("--hf-overrides --rope-scaling --rope-theta", "edit config.json in the model's folder"),
-    _only("--quantization -q", "none None null compressed-tensors gptq gptq_marlin awq awq_marlin gguf mxfp4", "weights "
-          "are not quantised at the start; leave the option out for a checkpoint that is quantised already",
+    _only("--quantization -q", "none None null compressed-tensors gptq gptq_marlin awq awq_marlin gguf mxfp4",
+          "weights are not quantised at the start; leave the option out for a checkpoint that is quantised already",
           "the checkpoint's files say how it is quantised"),
     _only("--tokenizer-mode", "auto hf fast", "only tokenizer.json is read"),
     _only("--config-format", "auto hf", "only config.json is read"),
