@@ -70,7 +70,8 @@ def ran(language: str, text: str, url: str) -> str:
         names: dict[str, Any] = {}
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(text, "<page>", "exec"), names)
-        names["client"].close()
+        if "client" in names:
+            names["client"].close()
         return printed.getvalue()
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line]
     assert all(line.startswith((*RUN, *NOT_RUN)) for line in lines), lines
@@ -136,6 +137,8 @@ def test_every_block_to_copy_works_in_its_order(page: Path, server: Server, voca
         ("/v1/messages", "Arrr, matey! Th' sea "),
         ('"tool_choice": "required"', '"name":"look_up","arguments":"'),
         ('"text_2": ["Blue is the sea.", "A contract."]', '"score":0.8'),
+        ("def adapter_bytes", "80.0\n"),
+        ("/v1/adapters/json", f'"bytes":{8 * 3392 * 4 * 4}'),  # rank 4 counts as 8; inputs + outputs; layers; fp32
     ],
 )
 def test_examples_answers_are_those_that_a_reader_expects(example: str, answer: str, server: Server) -> None:
