@@ -69,6 +69,15 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
     assert dead == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_have_as_many_cells_in_every_row_and_references_have_their_link(page: Path) -> None:
+    text = FENCE.sub("", text_of(page))
+    for table in re.findall(r"(?:^\|.*\|$\n?)+", text, re.MULTILINE):
+        assert len({row.replace("\\|", "").count("|") for row in table.splitlines()}) == 1, table
+    used = set(re.findall(r"\]\[([\w-]+)\]", text))
+    assert used == set(re.findall(r"^\[([\w-]+)\]: http", text, re.MULTILINE))
+
+
 def test_the_reference_of_options_is_what_the_options_say() -> None:
     """`python -m scripts.options_page` writes it anew."""
     assert text_of(options_page.PAGE) == options_page.options_page()
