@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,15 @@ def test_every_block_to_copy_works_in_its_order(page: Path, server: Server, voca
 def test_examples_answers_are_those_that_a_reader_expects(example: str, answer: str, server: Server) -> None:
     (block,) = {block for page in PAGES for block in blocks(page) if example in block[1]}
     assert answer in ran(*block, server.url)
+
+
+def test_the_alerts_of_the_checklist_ask_for_metrics_that_there_are(server: Server) -> None:
+    text = (ROOT / "docs" / "production.md").read_text(encoding="utf-8")
+    asked = set(re.findall(r"\b(?:vllm|caraserve):[a-z_]+", "".join(re.findall(r"^ +expr: .*$", text, re.MULTILINE))))
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        families = set(re.findall(r"^# TYPE (\S+) ", response.read().decode(), re.MULTILINE))
+    assert len(asked) > 5
+    assert {re.sub(r"_(bucket|count)$", "", name) for name in asked} <= families
 
 
 def test_the_check_of_the_page_finds_the_projects_environment_and_names_a_folder_that_cannot_be(tmp_path: Path) -> None:

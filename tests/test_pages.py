@@ -1,6 +1,7 @@
 """The documentation is whole: each page is in the index and in the site's navigation, links lead to what exists, and
 pages that are made from the code are what is made from it now."""
 
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from caraserve.cli.options import OptionParser
-from caraserve.config import SERVE_CONFIGS
+from caraserve.config import KEEP_ALIVE_S, SERVE_CONFIGS, HttpConfig
 from scripts import options_page
 
 ROOT = Path(__file__).parent.parent
@@ -76,6 +77,23 @@ def test_tables_have_as_many_cells_in_every_row_and_references_have_their_link(p
         assert len({row.replace("\\|", "").count("|") for row in table.splitlines()}) == 1, table
     used = set(re.findall(r"\]\[([\w-]+)\]", text))
     assert used == set(re.findall(r"^\[([\w-]+)\]: http", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_of_yaml_and_json_can_be_read(page: Path) -> None:
+    readers = {"yaml": yaml.safe_load, "json": json.loads}
+    for language, text in FENCE.findall(text_of(page)):
+        if language in readers:
+            readers[language](text)
+
+
+def test_the_proxies_of_the_checklist_close_idle_connections_before_the_server_and_take_its_bodies() -> None:
+    text = text_of(DOCS / "production.md")
+    settings = re.findall(r"keepalive_timeout (\d+)s;|keepalive (\d+)s$|options: {idle_timeout: (\d+)s}", text, re.MULTILINE)
+    times_s = [int(value) for found in settings for value in found if value]
+    assert len(times_s) == 3
+    assert max(times_s) < KEEP_ALIVE_S
+    assert f"client_max_body_size {HttpConfig().max_body_bytes >> 20}m;" in text
 
 
 def test_the_reference_of_options_is_what_the_options_say() -> None:
