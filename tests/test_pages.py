@@ -89,7 +89,9 @@ def test_examples_of_yaml_and_json_can_be_read(page: Path) -> None:
 
 def test_the_proxies_of_the_checklist_close_idle_connections_before_the_server_and_take_its_bodies() -> None:
     text = text_of(DOCS / "production.md")
-    settings = re.findall(r"keepalive_timeout (\d+)s;|keepalive (\d+)s$|options: {idle_timeout: (\d+)s}", text, re.MULTILINE)
+    settings = re.findall(
+        r"keepalive_timeout (\d+)s;|keepalive (\d+)s$|options: {idle_timeout: (\d+)s}", text, re.MULTILINE
+    )
     times_s = [int(value) for found in settings for value in found if value]
     assert len(times_s) == 3
     assert max(times_s) < KEEP_ALIVE_S
