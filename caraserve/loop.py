@@ -29,6 +29,7 @@ from caraserve.engine.active_request import ActiveRequest, Ending
 from caraserve.engine.batch_launcher import BatchLauncher, LaunchedBatch
 from caraserve.engine.batch_timeline import BatchTimeline
 from caraserve.engine.executor import Executor, Iteration
+from caraserve.engine.held_answers import HeldAnswers
 from caraserve.engine.iteration_times import IterationTime, IterationTimes, IterationWork
 from caraserve.engine.merge_policy import MergePolicy
 from caraserve.engine.queues import RequestQueues
@@ -41,6 +42,7 @@ from caraserve.engine.token_stream import TokenStream
 from caraserve.engine.unread import UnreadAnswer, UnreadBudget, default_budget_bytes
 from caraserve.errors import (
     BackendFailed,
+    CaraServeError,
     ContextLengthExceeded,
     Displaced,
     Draining,
@@ -101,6 +103,7 @@ class Engine:
         self._exclusive_loads = exclusive_loads
         self._seeds = random.Random(config.seed)
         self._cancelled: list[ActiveRequest] = []
+        self._held = HeldAnswers(self._send_end)
         self._unfinished = 0
         self._tokens_per_s = 0.0
         self._predicted_s = (0.0, 0.0)  # when to predict the wait in the queue again, and the last prediction
@@ -139,6 +142,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         catalog.manager.on_change(self._wake.set)
+        catalog.manager.on_check(self._end_checked)
 
     # --- the API of HTTP and the cluster ---
 
@@ -265,7 +269,7 @@ class Engine:
     def check(self) -> None:
         """Raises AssertionError if the engine's slots, blocks, requests or adapters do not add up."""
         self._queues.check()
-        assert self._unfinished == len(self._queues), "a request is lost"
+        assert self._unfinished == len(self._queues) + len(self._held), "a request is lost"
         self.catalog.manager.check()
 
     # --- the loop ---
@@ -464,8 +468,25 @@ class Engine:
             self._wake.set()
 
     def _finish(self, active: ActiveRequest, ending: Ending) -> None:
-        """Removes a request from its queue, releases its resources and sends its last delta."""
+        """Removes a request from its queue, releases its resources and sends its last delta, which may have to wait for
+        the digest of its adapter's bytes."""
+        is_held = self._held.hold(active, ending)
+        if is_held:
+            active.end(self._now())
         self._queues.remove(active)
+        if not is_held:
+            self._send_end(active, ending)
+
+    def _end_checked(self, adapter: Adapter, error: CaraServeError | None) -> None:
+        """Ends the answers that have waited for the digest of an adapter's bytes. With an error, which says that they
+        are others, all requests of the adapter end."""
+        if error is not None:
+            for active in self._queues.all():
+                if active.adapter is adapter:
+                    self._finish(active, Ending("error", error=error))
+        self._held.release(adapter, error)
+
+    def _send_end(self, active: ActiveRequest, ending: Ending) -> None:
         self._unfinished -= 1
         self.request_counts.end(active.request.inputs.adapter)
         self._update_idle()

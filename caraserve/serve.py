@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from caraserve.lora.catalog import Catalog, CatalogRules
 from caraserve.lora.folder_contents import why_alias
 from caraserve.lora.folder_templates import FolderTemplates
 from caraserve.lora.folder_watch import FolderWatch
+from caraserve.lora.inspections import open_inspections
 from caraserve.lora.management import AdapterManagement
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.registry import Registry
@@ -49,6 +51,7 @@ from caraserve.model.plan import DecoderPlan
 from caraserve.profiling.apply import check_profile, loading_rules, prepare_machine
 from caraserve.start_checks import (
     adapter_folders,
+    adapter_roots,
     base_names,
     check_names,
     check_paths,
@@ -56,6 +59,7 @@ from caraserve.start_checks import (
     client_tls,
     exposure,
     served_base,
+    upload_root,
     why_not_adapter,
 )
 from caraserve.telemetry.background import BackgroundTasks
@@ -76,7 +80,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address to use for a server that listens on all addresses
-ADAPTER_BYTES = 1 << 30  # default size of the device cache where it does not share the KV cache's memory
+_ADAPTER_BYTES = 1 << 30  # default size of the device cache where it does not share the KV cache's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,24 +179,26 @@ async def build_engine(
         late_kernels=lambda: backend.late_kernels,
     )
     base = None if model_config.load_format == "dummy" else BaseTensors(folder, plan)
-    reader = AdapterReader(plan, on_loop, base, DTYPES.get(lora_config.lora_dtype), compile_copies())
+    known = open_inspections(folder, model_config.load_format, lora_config.lora_dtype)
+    reader = AdapterReader(plan, on_loop, base, DTYPES.get(lora_config.lora_dtype), compile_copies(), known)
     stack.callback(reader.close)
     arena = Arena(backend.host_memory)
     mode, pool_bytes = lora_config.mode, lora_config.lora_pool_bytes
-    room = MemoryBudget(backend.limits, ADAPTER_BYTES if pool_bytes is None else pool_bytes)
+    room = MemoryBudget(backend.limits, _ADAPTER_BYTES if pool_bytes is None else pool_bytes)
     manager = AdapterManager(
         backend,
         room,
         arena,
-        reader.read,
+        partial(reader.read, may_defer=not mode.preloads),
         on_loop,
         time.monotonic,
         loading_rules(backend, plan, profile, lora_config),
         lambda seconds, ok: metrics.observe_load(mode.name, seconds, outcome="ok" if ok else "failed"),
+        reader.check,
     )
     rules = CatalogRules(
         names[0],
-        _roots(lora_config),
+        adapter_roots(lora_config),
         room.most_adapter_bytes,
         arena.num_bytes,
         keep_on_device=mode.preloads,
@@ -202,7 +208,7 @@ async def build_engine(
     )
     catalog = Catalog(plan, registry, manager, reader, rules, observers.adapters, observers.uploads)
     most_bytes = min(rules.device_bytes, rules.host_bytes)
-    uploads = AdapterUploads(catalog, reader, _upload_root(lora_config), most_bytes, observers.removals)
+    uploads = AdapterUploads(catalog, reader, upload_root(lora_config), most_bytes, observers.removals)
     stack.push_async_callback(uploads.close)
     replicated = ReplicatedSettings(registry, observers.settings)
     stack.push_async_callback(replicated.close)
@@ -246,21 +252,6 @@ def _worker_counts(backend: ServingBackend) -> WorkerCounts:
         slices=backend.slices_handed_off,
         redone=backend.modules_redone,
     )
-
-
-def _roots(lora: LoraConfig) -> tuple[Path, ...]:
-    """Returns the folders from which adapters may be loaded at run time, in the order for relative paths."""
-    given = lora.allow_adapter_path if lora.adapters_dir is None else [lora.adapters_dir, *lora.allow_adapter_path]
-    return tuple(root.resolve() for root in given)
-
-
-def _upload_root(lora: LoraConfig) -> Path | None:
-    """Returns the folder in which uploaded adapters are stored: --adapters-dir, else the first --allow-adapter-path
-    that can be written; None if there is none."""
-    if lora.adapters_dir is not None:
-        return lora.adapters_dir.resolve()
-    own = [root for root in lora.allow_adapter_path if root != demo.adapters_folder()]
-    return next((root.resolve() for root in own if not why_unwritable(root)), None)
 
 
 def _add_adapters(catalog: Catalog, aliases: Aliases, lora: LoraConfig) -> list[str]:

@@ -4,6 +4,7 @@ import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
+from caraserve import demo
 from caraserve.cluster.membership.dns import is_loopback
 from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.adapter_rules import check_adapter_name
@@ -56,6 +57,21 @@ def adapter_folders(adapters_dir: Path) -> list[Path]:
     except OSError as error:
         raise ConfigError(f"--adapters-dir {str(adapters_dir)!r} cannot be read: {error.strerror}") from None
     return [path for path in found if path.is_dir()]
+
+
+def adapter_roots(lora: LoraConfig) -> tuple[Path, ...]:
+    """Returns the folders from which adapters may be loaded at run time, in the order for relative paths."""
+    given = lora.allow_adapter_path if lora.adapters_dir is None else [lora.adapters_dir, *lora.allow_adapter_path]
+    return tuple(root.resolve() for root in given)
+
+
+def upload_root(lora: LoraConfig) -> Path | None:
+    """Returns the folder in which uploaded adapters are stored: --adapters-dir, else the first --allow-adapter-path
+    that can be written; None if there is none."""
+    if lora.adapters_dir is not None:
+        return lora.adapters_dir.resolve()
+    own = [root for root in lora.allow_adapter_path if root != demo.adapters_folder()]
+    return next((root.resolve() for root in own if not why_unwritable(root)), None)
 
 
 def why_not_adapter(path: Path) -> str | None:

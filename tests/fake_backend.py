@@ -25,7 +25,7 @@ from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.core.request import TokenLogprob
 from caraserve.tokenizer.detokenizer import Detokenizer
 from caraserve.util.units import align_up
-from tests.fake_images import BASE, adapter_key, is_whole
+from tests.fake_images import BASE, adapter_key, is_there, is_whole
 
 VOCAB_SIZE = 97
 STALL_MS = 100.0  # part of an iteration's second, for each of its adapters whose weights are still arriving
@@ -176,7 +176,7 @@ class FakeBackend:
             self.faults.append(f"{row} has lost its slot or its adapter")
         self.now_s += 1.0
         if outcome == "done":
-            if not (self.may_end(side_batch) and is_whole(self.images[row.adapter_slot])):
+            if not (self.may_end(side_batch) and is_there(self.images[row.adapter_slot])):
                 self.faults.append(f"{row} has read layers that had not come")
             waited_ms = 1000 * (self.now_s - 1.0 - side_batch.began_s)
             result = structs.replace(self._run_row(row, in_side_batch=True), waited_ms=waited_ms)
@@ -246,13 +246,14 @@ class FakeBackend:
             self.faults.append(f"{layers} layers are announced")
 
         streamed = None if layers is None else Streamed(adapter, layers, lambda failure: end(failure))
+        digest = adapter.spec.digest if streamed is not None or is_whole(adapter) else "of other bytes"
 
         def bind() -> None:
             if streamed is not None:
                 self._bound_streams[slot] = streamed
             if slot in self.bound:
                 self.faults.append(f"adapter slot {slot} is bound twice")
-            self.bound[slot] = adapter_key(adapter.spec.digest)
+            self.bound[slot] = adapter_key(digest)
             self.arriving.add(slot)
 
         def end(failure: Exception | None) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,11 @@ def is_whole(image: HostAdapter) -> bool:
     return bool((image.data == adapter_key(image.spec.digest) % 256).all())
 
 
+def is_there(image: HostAdapter) -> bool:
+    """Returns whether an image is whole, or was read whole and is wrong."""
+    return bool((image.data | 1 == adapter_key(image.spec.digest) % 256 | 1).all())
+
+
 class FakeReader:
     """A disk or network where a folder's path is its adapter's digest. The test delivers layers, and ends reads."""
 
@@ -43,6 +49,9 @@ class FakeReader:
         self.executor: Executor = ThreadPoolExecutor(1)
         self.reads: list[Callable[[bool], None]] = []
         self.coming: list[Callable[[], None]] = []  # of each read, the next layers
+        self.checks: list[Callable[[], None]] = []  # of digests that are computed beside the first use
+        # Whether the next image has other bytes than its digest says; None: every digest is computed before its use.
+        self.is_wrong: Callable[[], bool] | None = None
         self._layers = layers
 
     def read(
@@ -66,12 +75,24 @@ class FakeReader:
         def end(ok: bool) -> None:
             if come in self.coming:
                 self.coming.remove(come)
-            if ok:
-                fill(image, self._layers)
-            done(image if ok else AdapterRejected("the disk failed"))
+            if not ok:
+                done(AdapterRejected("the disk failed"))
+                return
+            fill(image, self._layers)
+            if self.is_wrong is None:
+                done(image)
+                return
+            is_wrong = there == 0 and self.is_wrong()
+            image.data[:] ^= is_wrong
+            done(replace(image, is_checked=False))
 
         self.coming.append(come)
         self.reads.append(end)
+
+    def check(self, image: HostAdapter, done: Callable[[HostAdapter], None]) -> None:
+        digest = image.spec.digest if is_whole(image) else "of other bytes"
+        found = HostAdapter(replace(image.spec, digest=digest), image.data)
+        self.checks.append(lambda: done(found))
 
     def close(self) -> None:
         self.executor.shutdown()

@@ -168,10 +168,13 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter image in the host cache. `data`: uint8 [spec.num_bytes], 64-byte aligned, laid out as `spec.spans`."""
+    """An adapter image in the host cache. `data`: uint8 [spec.num_bytes], 64-byte aligned, laid out as `spec.spans`.
+    `is_checked`: whether its digest was computed from these bytes; else it is what its files had when they were last
+    read, and have not changed since."""
 
     spec: AdapterSpec
     data: Bytes
+    is_checked: bool = True
 
 
 def modules_of(plan: DecoderPlan, targets: Collection[str], layers: int | None = None) -> list[Module]:

@@ -323,12 +323,8 @@ class Profile:
             raise ConfigError(f"the profile cannot be written to {path}: {error.strerror}") from None
 
 
-class OtherSchema(ConfigError):
-    """The error of a profile that another version has written."""
-
-
 def load(path: Path) -> Profile:
-    """Reads a profile that `save` wrote. Raises ConfigError for a damaged file, or OtherSchema."""
+    """Reads a profile that `save` wrote. Raises ConfigError for a damaged file or one of another version."""
     again = "run `caraserve profile` again"
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -337,7 +333,7 @@ def load(path: Path) -> Profile:
     except (ValueError, RecursionError):
         raise ConfigError(f"the profile {path} is not valid JSON; {again}") from None
     if isinstance(fields, dict) and fields.get("schema", SCHEMA) != SCHEMA:
-        raise OtherSchema(
+        raise ConfigError(
             f"the profile {path} has schema {fields['schema']!r:.20}, this version reads {SCHEMA}; {again}"
         )
     try:

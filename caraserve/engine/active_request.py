@@ -255,10 +255,16 @@ class ActiveRequest:
         self.prompt_scored += len(new)
         self.stream.put(TokenDelta("", (), prompt_logprobs=(*first, *new)))
 
+    def end(self, now_s: float) -> None:
+        """Ends the request, whose last delta is sent later."""
+        self.request.move_to(Phase.FINISHED, now_s)
+
     def finish(self, ending: Ending, now_s: float) -> Finish:
-        """Ends the request and sends its last delta, which contains the returned `Finish`."""
+        """Ends the request, unless it has ended already, and sends its last delta, which contains the returned
+        `Finish`."""
         request = self.request
-        request.move_to(Phase.FINISHED, now_s)
+        if not self.is_finished:
+            self.end(now_s)
         finish = Finish(
             reason=ending.reason,
             prompt_tokens=request.prompt_tokens,

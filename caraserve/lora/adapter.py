@@ -79,6 +79,10 @@ ReadAdapter: TypeAlias = Callable[[Source, NDArray[np.uint8], Done, LayersArrive
 `LayersArrived` is called there before with the image and a number of layers: its first ones, which are verified and do
 not change any more; the bytes after them may not be read yet."""
 
+CheckDigest: TypeAlias = Callable[[HostAdapter, Callable[[HostAdapter], None]], None]
+"""Computes the digest of an image that is not `is_checked`, on another thread, and calls back on the event loop with
+the image as it is, which may have another digest."""
+
 
 @dataclass(slots=True)
 class PartialImage:
@@ -109,6 +113,7 @@ class Adapter:
     pinned: str | None = None  # in which cache it stays, one of `PINS`
     slot: int = BASE_ADAPTER_SLOT
     device_bytes: int = 0
+    is_checked: bool = True  # False while the digest of its image's bytes is computed beside its use
     spec: AdapterSpec | None = None  # known once its image has been in the host cache
     partial: PartialImage | None = None  # while it is downloaded, once layers have arrived
     makes_room: bool = False  # whether it makes room for others: it is copied again when it is complete
@@ -142,9 +147,9 @@ class Adapter:
     @property
     def needs_image(self) -> bool:
         """Whether its image must stay in the host cache: it is being copied to the device, or will be, or is read by
-        CPU workers or an upload."""
+        CPU workers or an upload, or for its digest."""
         is_read = self.tier in (AdapterTier.STREAMING, AdapterTier.COPYING) or self.image_pins > 0
-        return is_read or (self.tier is AdapterTier.HOST and self.users > 0)
+        return is_read or not self.is_checked or (self.tier is AdapterTier.HOST and self.users > 0)
 
     def read_from(self, source: Source | None) -> None:
         """Changes where it is read from; None: it is not read any more. A folder is kept as long as it is read."""
@@ -221,3 +226,11 @@ def too_large(num_bytes: int, budget_bytes: int, flag: str) -> AdapterRejected:
 def files_changed() -> AdapterRejected:
     """Returns the error for an adapter whose files are others now than when it was loaded."""
     return AdapterRejected("the adapter's files have changed since it was loaded; load it again")
+
+
+def other_bytes(digest: str) -> AdapterRejected:
+    """Returns the error for requests that were computed with bytes that turned out not to have their adapter's
+    digest."""
+    return AdapterRejected(
+        f"the adapter's files have other bytes than {digest}, with which it was loaded; load it again"
+    )

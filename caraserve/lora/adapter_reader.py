@@ -2,16 +2,15 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.lora_layout import AdapterSpec, HostAdapter
+from caraserve.core.lora_layout import HostAdapter
 from caraserve.core.matrix_copy import CopyMatrices
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.lora.adapter import CombinedSource, Done, LayersArrived, RemoteSource, Source, UploadSource
@@ -20,13 +19,15 @@ from caraserve.lora.base_copies import check_copies
 from caraserve.lora.folder_contents import stamp
 from caraserve.lora.image_filler import ImageFiller
 from caraserve.lora.image_writer import TensorLayout
-from caraserve.lora.peft import inspect_adapter, read_adapter, specify
+from caraserve.lora.inspections import Inspection, Inspections, full_stamp
+from caraserve.lora.peft import inspect_adapter, read_adapter, specify, with_digest
 from caraserve.lora.writers import peft_adapter
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.dtype import Dtype
 from caraserve.model.opened_file import TensorFileError
 from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFile
+from caraserve.util.thread_priority import yield_to_event_loop
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +47,19 @@ class AdapterReader:
         base: BaseTensors | None = None,
         dtype: Dtype | None = None,
         copy: CopyMatrices | None = None,
+        inspections: Inspections | None = None,
     ) -> None:
         """`base`: the tensors of the base model, with which those in adapters' files are compared. `dtype`: of images;
-        None: of each adapter's own file. `copy`: compiled code that reads files; None: there is none."""
+        None: of each adapter's own file. `copy`: compiled code that reads files; None: there is none. `inspections`: of
+        earlier runs, which the reader closes; None: there are none."""
         self._download: Callable[[str, NDArray[np.uint8], Done, LayersArrived], None] | None = None
         self._on_read: Callable[[str, AdapterFolder, str], None] = lambda digest, folder, stamp: None
         self._plan, self.on_loop, self._base, self._dtype = plan, on_loop, base, dtype
         cores = len(os.sched_getaffinity(0))
-        self.executor = ThreadPoolExecutor(max(_LEAST_READERS, cores // _CORES_OF_READER), "caraserve-read")
+        readers = max(_LEAST_READERS, cores // _CORES_OF_READER)
+        self.executor = ThreadPoolExecutor(readers, "caraserve-read")
+        self._checkers = ThreadPoolExecutor(readers, "caraserve-check", initializer=yield_to_event_loop)
+        self._inspections = inspections or Inspections()
         self._filler = ImageFiller(copy, min(_MOST_HELPERS, cores // _CORES_OF_HELPER))
         # The last error of each unusable folder: each is logged once.
         self._refusals: WeakKeyDictionary[AdapterFolder, str] = WeakKeyDictionary()
@@ -68,11 +74,17 @@ class AdapterReader:
         read."""
         self._download, self._on_read = download, on_read
 
-    def inspect(self, name: str, folder: Path) -> AdapterSpec:
-        """Checks an adapter's configuration and tensors, and computes its digest; logs what is left out. Raises
-        AdapterRejected or ServerBusy."""
-        note = partial(_log_note, name)
-        return inspect_adapter(folder, self._plan, self._base, note, dtype=self._dtype, filler=self._filler)
+    def inspect(self, folder: Path) -> Inspection:
+        """Checks an adapter's configuration and tensors, and computes its digest, unless the same files were inspected
+        before. Raises AdapterRejected or ServerBusy."""
+        before, notes = full_stamp(folder), list[str]()
+        if (known := self._inspections.find(before)) is not None:
+            return known
+        spec = inspect_adapter(folder, self._plan, self._base, notes.append, dtype=self._dtype, filler=self._filler)
+        found = Inspection.of(spec, notes)
+        if before == full_stamp(folder):
+            self._inspections.note(before, found)
+        return found
 
     def stamp(self, folder: Path) -> str:
         """Returns the stamp of an adapter's files. The dtype of images belongs to it: with another, the same files have
@@ -85,8 +97,7 @@ class AdapterReader:
         `inspect`, TensorFileError, or WholeFileNeeded."""
         adapter = peft_adapter(folder, file, self._plan)
         layout = specify(adapter, self._plan, self._base, dtype=self._dtype, is_arriving=True)
-        for text in layout.notes:
-            _log_note(name, text)
+        log_notes(name, layout.notes)
         return layout
 
     def check_copies(self, layout: TensorLayout) -> None:
@@ -102,9 +113,12 @@ class AdapterReader:
         into: NDArray[np.uint8],
         done: Done,
         layers_arrived: LayersArrived = lambda image, layers: None,
+        *,
+        may_defer: bool = False,
     ) -> None:
         """Reads and checks a whole adapter into `into`. Calls `done` on the event loop with the image or the error and,
-        during a download or a slow read, `layers_arrived` with the layers so far."""
+        during a download or a slow read, `layers_arrived` with the layers so far. `may_defer`: the image may not be
+        `is_checked`, if it is of files that have not changed since their digest was computed: `check` does that."""
         if isinstance(source, UploadSource | CombinedSource):
             source.read(into, done, layers_arrived)
             return
@@ -124,8 +138,7 @@ class AdapterReader:
             try:
                 with folder.opened() as path:
                     before = self.stamp(path)
-                    parts = path, self._plan, into, self._base
-                    result = read_adapter(*parts, dtype=self._dtype, filler=self._filler, arrived=arrived)
+                    result = self._read_folder(path, into, arrived, may_defer=may_defer)
             except CaraServeError as error:
                 result = error
             except OSError as error:
@@ -144,6 +157,33 @@ class AdapterReader:
 
         self.executor.submit(work)
 
+    def _read_folder(
+        self, folder: Path, into: NDArray[np.uint8], arrived: LayersArrived, *, may_defer: bool
+    ) -> HostAdapter:
+        before = full_stamp(folder)
+        known = self._inspections.digest_of(before)
+        digest = known if may_defer else None
+        parts = folder, self._plan, into, self._base
+        image = read_adapter(*parts, dtype=self._dtype, filler=self._filler, arrived=arrived, digest=digest)
+        is_unchanged = before == full_stamp(folder)
+        if not (image.is_checked or is_unchanged):
+            image = with_digest(image)
+        if is_unchanged and known is None:
+            self._inspections.note_digest(before, image.spec.digest)
+        return image
+
+    def check(self, image: HostAdapter, done: Callable[[HostAdapter], None]) -> None:
+        """Computes the digest of an image's bytes on another thread, and calls `done` on the event loop with the image
+        as it is."""
+
+        def work() -> None:
+            found = with_digest(image)
+            if found.spec.digest != image.spec.digest:
+                self._inspections.forget(image.spec.digest)
+            self.on_loop(lambda: done(found))
+
+        self._checkers.submit(work)
+
     def refuse(self, error: CaraServeError, done: Done) -> None:
         """Calls `done` with an error, as `read` does: not before it has returned."""
         self.on_loop(lambda: done(error))
@@ -152,7 +192,11 @@ class AdapterReader:
         """Ends the threads."""
         self.executor.shutdown(wait=True, cancel_futures=True)
         self._filler.close()
+        self._checkers.shutdown(wait=True, cancel_futures=True)
+        self._inspections.close()
 
 
-def _log_note(name: str, text: str) -> None:
-    log.warning("adapter %s: %s", name, text)
+def log_notes(name: str, notes: Sequence[str]) -> None:
+    """Logs what is left out of an adapter."""
+    for text in notes:
+        log.warning("adapter %s: %s", name, text)

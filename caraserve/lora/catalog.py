@@ -17,19 +17,21 @@ from typing import TypeVar
 from caraserve.core.adapter_facts import NO_FACTS, AdapterFacts
 from caraserve.core.adapter_rules import DIGEST, check_adapter_name
 from caraserve.core.combined_names import is_combined
-from caraserve.core.lora_layout import MAX_RANK, AdapterSpec
+from caraserve.core.lora_layout import MAX_RANK
 from caraserve.errors import AdapterBusy, AdapterRejected, CaraServeError, ConfigError, Forbidden, NotFound
 from caraserve.lora.adapter import Adapter, RemoteSource, UploadSource, too_large
 from caraserve.lora.adapter_folder import AdapterFolder, AdapterFolders
-from caraserve.lora.adapter_reader import AdapterReader
+from caraserve.lora.adapter_reader import AdapterReader, log_notes
 from caraserve.lora.combinations import Combinations
 from caraserve.lora.folder_contents import RefusedFolders, changed_s
+from caraserve.lora.inspections import Inspection
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import resolve_adapter_path
 from caraserve.lora.registry import UNLOADED, UPLOADING, AdapterInfo, Registry
 from caraserve.lora.served_base import ANY_BASE, ServedBase, facts_so_far
 from caraserve.lora.turns import LONGEST_WAIT_S, Turns
 from caraserve.model.plan import DecoderPlan
+from caraserve.util.computed_ahead import computed_ahead
 
 T = TypeVar("T")
 AdapterObserver = Callable[[str, AdapterInfo | None], None]
@@ -128,7 +130,8 @@ class Catalog:
             check()
             roots = _ANYWHERE if was_served else self.rules.roots
             folder = self.folders.at(await self._on_thread(self._resolve, path, roots))
-            info = await self._on_thread(self._inspect, name, folder)
+            info, notes = await self._on_thread(self._inspect, name, folder)
+            log_notes(name, notes)
             old = self._infos.get(name)
             is_same = old is not None and old.digest == info.digest
             if old is not None and is_same and old.targets and old.facts == info.facts:
@@ -226,23 +229,23 @@ class Catalog:
         self._refuse_if_all_stay()
         self._check_name(name, "name")
 
-    def refuse_unservable(self, spec: AdapterSpec) -> None:
+    def refuse_unservable(self, found: Inspection) -> None:
         """Raises AdapterRejected for an adapter that can never be served."""
-        if (refusal := self._refusal(spec.rank, spec.num_bytes, spec.trained_on)) is not None:
+        if (refusal := self._refusal(found.rank, found.num_bytes, found.trained_on)) is not None:
             raise refusal
 
-    def begin_upload(self, name: str, source: UploadSource, spec: AdapterSpec) -> AdapterInfo | None:
+    def begin_upload(self, name: str, source: UploadSource, found: Inspection) -> AdapterInfo | None:
         """Lets requests name an adapter that is being uploaded, and returns it with a random digest. Returns None if
         the name stands for an adapter: that one serves until the new one is complete."""
         if name in self._infos or name in self._uploading:
             return None
         digest = secrets.token_hex(32)
         info = self._uploading[name] = AdapterInfo(
-            *(name, digest, str(self.rules.roots[0] / name), spec.rank, (), spec.num_bytes, time.time()),
+            *(name, digest, str(self.rules.roots[0] / name), found.rank, (), found.num_bytes, time.time()),
             state=UPLOADING,
-            facts=facts_so_far(spec),
+            facts=facts_so_far(found),
         )
-        self.manager.register(name, digest, source, spec.num_bytes)
+        self.manager.register(name, digest, source, found.num_bytes)
         self._notify(self._upload_observers, name, info)
         return info
 
@@ -265,10 +268,10 @@ class Catalog:
         if self._uploading.pop(name, None) is not None:
             self._notify(self._upload_observers, name, None)
 
-    async def add_stored(self, name: str, spec: AdapterSpec, facts: AdapterFacts, folder: AdapterFolder) -> AdapterInfo:
+    async def add_stored(self, name: str, found: Inspection, facts: AdapterFacts, folder: AdapterFolder) -> AdapterInfo:
         """Points a name at an adapter whose folder has just been stored and checked, for a caller that is `changing`
         the name. Raises CaraServeError if the registry cannot be written."""
-        info = _info_of(name, spec, facts, folder.path, await self._on_thread(self._reader.stamp, folder.path))
+        info = _info_of(name, found, facts, folder.path, await self._on_thread(self._reader.stamp, folder.path))
         await self._register(info, folder)
         return info
 
@@ -293,28 +296,37 @@ class Catalog:
 
         Raises ConfigError if an adapter that the user named cannot be served.
         """
-        given, fresh, complaints = dict(modules), [], list(self._registry.complaints)
-        for name, path in given.items():
-            try:
-                info = self._known(name, path, was_found=name in found)
-                if info is None:
-                    info = self._inspect(name, AdapterFolder(self._resolve(os.path.abspath(path), _ANYWHERE)))
-                    info = replace(info, created_s=min(info.created_s, changed_s(path))) if name in found else info
-            except (CaraServeError, OSError) as error:
-                why = f"it cannot be read: {error.strerror}" if isinstance(error, OSError) else error.message
-                if name not in found:
-                    raise ConfigError(f"adapter {name!r} at {path}: {why}") from error
-                self.refused.note(name, why)
-                complaints.append(f"{str(path)!r} in --adapters-dir is left out: {why}")
-            else:
-                if info is not self._registry.get(name):
-                    fresh.append(info)
-                self._add(info)
-            progress()
+        given, fresh, complaints = dict(modules), list[AdapterInfo](), list(self._registry.complaints)
+        with computed_ahead(lambda name: self._look_at(name, given[name], name in found), given) as looks:
+            for (name, path), look in zip(given.items(), looks, strict=True):
+                try:
+                    info, notes = look()
+                    if notes is not None:
+                        log_notes(name, notes)
+                        now_s = time.time()
+                        info = replace(info, created_s=min(now_s, changed_s(path)) if name in found else now_s)
+                except (CaraServeError, OSError) as error:
+                    why = f"it cannot be read: {error.strerror}" if isinstance(error, OSError) else error.message
+                    if name not in found:
+                        raise ConfigError(f"adapter {name!r} at {path}: {why}") from error
+                    self.refused.note(name, why)
+                    complaints.append(f"{str(path)!r} in --adapters-dir is left out: {why}")
+                else:
+                    if info is not self._registry.get(name):
+                        fresh.append(info)
+                    self._add(info)
+                progress()
         remembered = [info for info in self._registry.all() if not self._is_unloaded(info, given)]
         lost = {info: complaint for info in remembered if (complaint := self._recall(info, given)) is not None}
         self._registry.put_many([*fresh, *(replace(info, state="missing") for info in lost)])
         return [*complaints, *lost.values()]
+
+    def _look_at(self, name: str, path: Path, was_found: bool) -> tuple[AdapterInfo, Sequence[str] | None]:
+        """Returns the registry's entry of an adapter given at the start, or what an inspection finds, and the notes on
+        what is left out."""
+        if (known := self._known(name, path, was_found=was_found)) is not None:
+            return known, None
+        return self._inspect(name, AdapterFolder(self._resolve(os.path.abspath(path), _ANYWHERE)))
 
     def _known(self, name: str, path: Path, *, was_found: bool) -> AdapterInfo | None:
         """Returns the registry's entry of an adapter given at the start, or None if there is none or its files have
@@ -387,7 +399,9 @@ class Catalog:
             return f"adapter {info.name!r}: {info.path} is gone or has changed; load it again to use it"
         try:
             if not self._registry.knows_facts(info.name):
-                info = replace(info, facts=self._inspect(info.name, AdapterFolder(folder)).facts)
+                inspected, notes = self._inspect(info.name, AdapterFolder(folder))
+                log_notes(info.name, notes)
+                info = replace(info, facts=inspected.facts)
             if (refusal := self._refusal(info.rank, info.num_bytes, info.facts.trained_on)) is not None:
                 raise refusal
         except CaraServeError as error:
@@ -409,17 +423,18 @@ class Catalog:
     def _resolve(self, path: str, roots: Sequence[Path]) -> Path:
         return resolve_adapter_path(path, roots)
 
-    def _inspect(self, name: str, folder: AdapterFolder) -> AdapterInfo:
-        """Reads and checks an adapter, and computes its digest. Raises CaraServeError."""
+    def _inspect(self, name: str, folder: AdapterFolder) -> tuple[AdapterInfo, Sequence[str]]:
+        """Reads and checks an adapter, and computes its digest. Returns also what is left out of it. Raises
+        CaraServeError."""
         try:
             with folder.opened() as path:
                 before = self._reader.stamp(path)
-                spec = self._reader.inspect(name, path)
-                facts = self.rules.base.facts_of(path, spec)
+                inspection = self._reader.inspect(path)
+                facts = self.rules.base.facts_of(path, inspection)
         except OSError as error:
             raise AdapterRejected(f"the adapter's folder cannot be read: {error.strerror}") from None
-        self.refuse_unservable(spec)
-        return _info_of(name, spec, facts, folder.path, before)
+        self.refuse_unservable(inspection)
+        return _info_of(name, inspection, facts, folder.path, before), inspection.notes
 
     def _refusal(self, rank: int, num_bytes: int, trained_on: str) -> AdapterRejected | None:
         """Returns why an adapter of this rank, size and base model can never be served, or None if it can."""
@@ -475,6 +490,6 @@ def _change_refused(name: str, has_many: bool) -> AdapterBusy:
     return AdapterBusy(f"{reason}; try again", retry_after_s=_RETRY_S)
 
 
-def _info_of(name: str, spec: AdapterSpec, facts: AdapterFacts, folder: Path, stamped: str) -> AdapterInfo:
-    sizes = spec.rank, spec.targets, spec.num_bytes
-    return AdapterInfo(name, spec.digest, str(folder), *sizes, created_s=time.time(), stamp=stamped, facts=facts)
+def _info_of(name: str, found: Inspection, facts: AdapterFacts, folder: Path, stamped: str) -> AdapterInfo:
+    sizes = found.rank, found.targets, found.num_bytes
+    return AdapterInfo(name, found.digest, str(folder), *sizes, created_s=time.time(), stamp=stamped, facts=facts)

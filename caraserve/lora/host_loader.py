@@ -1,7 +1,8 @@
 """Reads adapters into the host cache, and queues those that wait for room there.
 
-An adapter read from disk is usable when it is complete. One that is downloaded is usable layer by layer. The extent of
-a failed read is freed by `DeviceLoader`, once no side batch reads it any more.
+An adapter read from disk is usable when it is complete, also before the digest of its bytes is known. One that is
+downloaded is usable layer by layer. The extent of a failed read is freed by `DeviceLoader`, once no side batch reads it
+any more.
 """
 
 from collections import deque
@@ -13,6 +14,7 @@ from caraserve.lora.adapter import (
     Adapter,
     AdapterTier,
     CacheCounters,
+    CheckDigest,
     PartialImage,
     ReadAdapter,
     UploadSource,
@@ -36,9 +38,13 @@ class HostLoader:
         find: Callable[[str], Adapter | None],
         counters: CacheCounters,
         now: Callable[[], float],
+        check: CheckDigest | None,
+        checked: Callable[[Adapter, HostAdapter], None],
     ) -> None:
-        """`find`: returns the adapter of a digest, or None if no name and no request has it."""
+        """`find`: returns the adapter of a digest, or None if no name and no request has it. `check`: computes the
+        digests of images that are read without; None: there are none. `checked`: called with the result."""
         self.under_way = 0
+        self._check, self._checked = check, checked
         self._host_cache, self._read, self._device_loader = host, read, device_loader
         self._find, self._counters, self._now = find, counters, now
         self._waiting: deque[Adapter] = deque()  # for room in the arena
@@ -142,6 +148,10 @@ class HostLoader:
         else:
             self._host_cache.keep(adapter.digest, result)
             adapter.spec = result.spec  # complete: while it arrived, its score head had no numbers
+            if not result.is_checked:
+                assert self._check is not None
+                adapter.is_checked = False
+                self._check(result, lambda found: self._checked(adapter, found))
             self._device_loader.image_arrived(adapter, result)
         adapter.partial = None
         self.schedule_pending()

@@ -25,7 +25,6 @@ from caraserve.lora.adapter_tensors import AdapterTensors
 from caraserve.lora.base_copies import BaseCopy
 from caraserve.lora.kinds import MATRICES, VECTORS, AdapterKind, KindWithVectors
 from caraserve.lora.kinds.lora import Lora
-from caraserve.lora.manifest import identified
 from caraserve.lora.vocabulary import ChangedMatrix, VocabularyWriter
 from caraserve.model.base_tensors import BaseTensors
 from caraserve.model.dtype import NAMES, Dtype, rounded, to_float32, value_of
@@ -156,8 +155,8 @@ class ImageWriter:
         written[piece] = largest
         return self._largest.pop(module) if len(written) == len(self.pieces(module)) else None
 
-    def finished(self, hashes: Sequence[bytes]) -> AdapterSpec:
-        """Returns the spec with the score head's numbers and with the digest, once all has been written. Raises
+    def finished(self) -> AdapterSpec:
+        """Returns the spec with the score head's numbers, without digest, once all has been written. Raises
         AdapterRejected and TensorFileError."""
         spec, tensor = self._layout.spec, self._layout.head
         if spec.head is not None and tensor is not None:
@@ -167,7 +166,7 @@ class ImageWriter:
                     f"tensor {tensor} has {largest:.0e}; with weights above {MAX_HEAD_WEIGHT:.0e} scores overflow"
                 )
             spec = replace(spec, head=replace(spec.head, data=values.tobytes()))
-        return identified(spec, hashes)
+        return spec
 
     def values(self, module: Module, matrix: str) -> Array:
         """Returns one of `MATRICES` in the adapter's dtype: A [rank, inputs] or B [outputs, rank]. Raises as

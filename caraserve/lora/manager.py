@@ -6,6 +6,8 @@ old one stays until its last request ends.
 """
 
 import asyncio
+import logging
+import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -15,13 +17,25 @@ from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.shared_memory import Arena
 from caraserve.errors import CaraServeError
 from caraserve.kv.memory_budget import MemoryBudget
-from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters, EndedLoad, ReadAdapter, RemoteSource, Source
+from caraserve.lora.adapter import (
+    Adapter,
+    AdapterTier,
+    CacheCounters,
+    CheckDigest,
+    EndedLoad,
+    ReadAdapter,
+    RemoteSource,
+    Source,
+    other_bytes,
+)
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.arrival_estimates import ArrivalEstimates
 from caraserve.lora.device_loader import DeviceCache, DeviceLoader
 from caraserve.lora.host_cache import HostCache
 from caraserve.lora.host_loader import HostLoader
 from caraserve.lora.start_policy import NO_PREFILL, AwaitedPrefill, StartPolicy
+
+log = logging.getLogger(__name__)
 
 _KEPT_LOADS = 100  # that have ended, for the web page
 
@@ -41,11 +55,13 @@ class AdapterManager:
         now: Callable[[], float],
         loading: StartPolicy,
         observe_load: Callable[[float, bool], None] = lambda seconds, ok: None,  # seconds since it was wanted, success
+        check: CheckDigest | None = None,  # None: `read` computes the digest of every image
     ) -> None:
         self.memory, self._now, self._observe_load = memory, now, observe_load
         self.arrivals = ArrivalEstimates(loading, now)
         self._changed: Callable[[], None] = lambda: None
         self._moved: Callable[[str], None] = lambda digest: None
+        self._checked: Callable[[Adapter, CaraServeError | None], None] = lambda adapter, error: None
         self._waiting: list[asyncio.Event] = []
         self._adapters: dict[str, Adapter] = {}
         self._names: dict[str, Adapter] = {}
@@ -59,7 +75,9 @@ class AdapterManager:
         self.device_loader = DeviceLoader(
             backend, memory, self._host_cache, self.device_cache, self.arrivals, self, self.counters, on_loop
         )
-        self._host_loader = HostLoader(self._host_cache, read, self.device_loader, self.find, self.counters, now)
+        self._host_loader = HostLoader(
+            *(self._host_cache, read, self.device_loader, self.find, self.counters, now, check, self._image_checked)
+        )
 
     # --- names and pins ---
 
@@ -99,12 +117,15 @@ class AdapterManager:
         """Gives an adapter whose upload is complete its digest, unless another one has it: the name is then registered
         again, and the requests under way keep their own."""
         if digest not in self._adapters and random_digest in self._adapters:
-            adapter = self._adapters[digest] = self._adapters.pop(random_digest)
-            self._host_cache.rename(random_digest, digest)
-            self.device_cache.rename(random_digest, digest)
-            self._host_loader.rename(random_digest, digest)
-            adapter.digest = digest
+            self._rename(random_digest, digest)
             self._note_move(digest)
+
+    def _rename(self, old: str, new: str) -> None:
+        adapter = self._adapters[new] = self._adapters.pop(old)
+        self._host_cache.rename(old, new)
+        self.device_cache.rename(old, new)
+        self._host_loader.rename(old, new)
+        adapter.digest = new
 
     def unregister(self, name: str) -> Adapter:
         """Removes a name and returns its adapter, which is forgotten when no request pins it and no other name has
@@ -161,6 +182,11 @@ class AdapterManager:
         """Sets the callback for every digest that has come to one of the caches, whole, or has left it."""
         self._moved = moved
 
+    def on_check(self, checked: Callable[[Adapter, CaraServeError | None], None]) -> None:
+        """Sets the callback for every adapter whose digest was computed beside its use: it is right, or all its
+        requests must end with the error."""
+        self._checked = checked
+
     def _note_move(self, digest: str) -> None:
         self._moved(digest)
 
@@ -191,8 +217,9 @@ class AdapterManager:
         return self._adapters.get(digest)
 
     def image(self, digest: str) -> HostAdapter | None:
-        """Returns the image of a digest, or None if it is not in the host cache."""
-        return self._host_cache.get(digest)
+        """Returns the image of a digest; None if it is not in the host cache, or its digest is being computed."""
+        image = self._host_cache.get(digest)
+        return image if image is not None and image.is_checked else None
 
     def error_of(self, name: str) -> CaraServeError | None:
         """Returns why the last load of the name's adapter failed, or None if it did not."""
@@ -272,6 +299,33 @@ class AdapterManager:
         """The number of images in the host cache."""
         return len(self._host_cache)
 
+    # --- digests that are computed beside the first use ---
+
+    def _image_checked(self, adapter: Adapter, found: HostAdapter) -> None:
+        adapter.is_checked = True
+        if found.spec.digest == adapter.digest:
+            self._host_cache.keep(adapter.digest, found)
+            self._checked(adapter, None)
+        else:
+            error = self._disown(adapter)
+            self._checked(adapter, error)
+        self.forget_if_unused(adapter)
+        self._host_loader.schedule_pending()
+        self.device_loader.schedule_pending()
+        self.changed()
+
+    def _disown(self, adapter: Adapter) -> CaraServeError:
+        """Takes the digest and the names from an adapter whose image has other bytes: it is dropped with the last of
+        its requests, and new ones have the files read again. Returns the error for those."""
+        digest, error = adapter.digest, other_bytes(adapter.digest)
+        log.error("adapter %s: %s", min(adapter.names, default=digest[:12]), error.message)
+        self._rename(digest, secrets.token_hex(32))
+        self.memory.pool.forget_all()  # KV blocks that were computed with it
+        for name, source in [*adapter.names.items()]:
+            self.register(name, digest, source, adapter.num_bytes)
+        self._note_move(digest)
+        return error
+
     # --- callbacks of the device loader ---
 
     def read_again(self, adapter: Adapter) -> None:
@@ -304,8 +358,8 @@ class AdapterManager:
         """Frees what an adapter has that no name and no request refers to any more."""
         if adapter.pins or adapter.names or self.is_forgotten(adapter):
             return
-        if adapter.tier in (AdapterTier.READING, AdapterTier.STREAMING, AdapterTier.COPYING):
-            return  # called again when the load has ended
+        if adapter.tier in (AdapterTier.READING, AdapterTier.STREAMING, AdapterTier.COPYING) or not adapter.is_checked:
+            return  # called again when the load or the check has ended
         if adapter.tier is AdapterTier.DEVICE:
             self.device_loader.drop(adapter)
         if adapter.digest in self._host_cache:

@@ -25,7 +25,7 @@ from caraserve.lora.folder_contents import TEMPLATE_TEXTS, TENSORS_NAME, files_o
 from caraserve.lora.image_filler import ImageFiller
 from caraserve.lora.image_writer import ImageWriter, TensorLayout
 from caraserve.lora.kinds import MATRICES, KindWithVectors
-from caraserve.lora.manifest import ChunkHasher
+from caraserve.lora.manifest import ChunkHasher, identified
 from caraserve.lora.peft_config import PeftConfig, parse_config
 from caraserve.lora.peft_fields import CONFIG_NAME
 from caraserve.lora.score_heads import head_layout, head_tensor
@@ -61,7 +61,7 @@ def inspect_adapter(
         for layer, (start, end) in enumerate(ranges):
             filler.fill_layers(writer, range(layer, layer + 1), memory[: end - start], start)
             hasher.update(memory[: end - start].data)
-        spec = writer.finished(hasher.hashes)
+        spec = identified(writer.finished(), hasher.hashes)
         for text in layout.notes:
             note(text)
         return spec
@@ -83,19 +83,27 @@ def read_adapter(
     dtype: Dtype | None = None,
     filler: ImageFiller | None = None,
     arrived: Callable[[HostAdapter, int], None] = lambda image, layers: None,
+    digest: str | None = None,
 ) -> HostAdapter:
     """Reads and checks a whole adapter, which `inspect_adapter` has accepted, into `into`. `filler`: as there.
     `arrived`: called on any thread with the image, still without digest, and the number of its first layers that are
-    complete, if reading takes long. Raises AdapterRejected naming the field or tensor."""
+    complete, if reading takes long. `digest`: taken for the image's, which is then not checked; None: it is computed.
+    Raises AdapterRejected naming the field or tensor."""
     with opened(folder, plan) as adapter:
         layout = _layout(parse_config(adapter.fields, plan), adapter.tensors, plan, base, dtype=dtype)
         if layout.spec.num_bytes > into.nbytes:
             raise files_changed()
         data, writer = into[: layout.spec.num_bytes], ImageWriter(layout)
         (filler or ImageFiller()).fill(writer, data, lambda layers: arrived(HostAdapter(layout.spec, data), layers))
-        hasher = ChunkHasher(layout.spec.layer_ends)
-        hasher.update(data.data)
-        return HostAdapter(writer.finished(hasher.hashes), data)
+        image = HostAdapter(replace(writer.finished(), digest=digest or ""), data, is_checked=False)
+        return with_digest(image) if digest is None else image
+
+
+def with_digest(image: HostAdapter) -> HostAdapter:
+    """Returns an image with the digest of its bytes."""
+    hasher = ChunkHasher(image.spec.layer_ends)
+    hasher.update(image.data.data)
+    return HostAdapter(identified(image.spec, hasher.hashes), image.data)
 
 
 def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:

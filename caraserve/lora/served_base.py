@@ -10,10 +10,10 @@ from typing import Any
 
 from caraserve.core.adapter_facts import AdapterFacts
 from caraserve.core.adapter_rules import MAX_CHAT_TEMPLATE_BYTES
-from caraserve.core.lora_layout import AdapterSpec
 from caraserve.errors import AdapterRejected
 from caraserve.lora.base_names import Likeness, is_in, is_quantised, likeness
 from caraserve.lora.folder_texts import read_added_tokens, read_template
+from caraserve.lora.inspections import Inspection
 from caraserve.lora.peft_fields import refusal, shown
 
 log = logging.getLogger(__name__)
@@ -50,17 +50,17 @@ class ServedBase:
         served = f"takes adapters of {self._name}" if self.names else "needs a --served-model-name to compare it with"
         return refusal(_BASE_FIELD, f"{what}, and --require-base-name {served}")
 
-    def facts_of(self, folder: Path, spec: AdapterSpec) -> AdapterFacts:
+    def facts_of(self, folder: Path, found: Inspection) -> AdapterFacts:
         """Returns the facts of an adapter that has been inspected. Raises AdapterRejected for another base model, if
         that is refused, and for a chat template that cannot be used, if it would be."""
-        if (refused := self.refusal(spec.trained_on)) is not None:
+        if (refused := self.refusal(found.trained_on)) is not None:
             raise refused
         added: set[str] = set()
         with suppress(AdapterRejected):  # they are only reported
             added = {token for token in read_added_tokens(folder) if not self.has_token(token)}
         template = self.own_template(folder)
         digest = "" if template is None else hashlib.sha256(template.encode(errors="replace")).hexdigest()
-        return replace(facts_so_far(spec), added_tokens=len(added), template_digest=digest)
+        return replace(facts_so_far(found), added_tokens=len(added), template_digest=digest)
 
     def own_template(self, folder: Path) -> str | None:
         """Returns the chat template in an adapter's folder; None without one, or if it is the base model's. Raises
@@ -99,9 +99,9 @@ class ServedBase:
             yield f"has {facts.added_tokens} tokens in its tokenizer that the base model's, which is used, lacks"
 
 
-def facts_so_far(spec: AdapterSpec) -> AdapterFacts:
+def facts_so_far(found: Inspection) -> AdapterFacts:
     """Returns the facts of an adapter that is still arriving."""
-    return AdapterFacts(spec.trained_on, 0 if spec.head is None else len(spec.head.classes))
+    return AdapterFacts(found.trained_on, found.num_classes)
 
 
 ANY_BASE = ServedBase()  # with which every adapter agrees

@@ -20,7 +20,7 @@ from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.folder_contents import TENSORS_NAME
 from caraserve.lora.image_writer import ImageWriter, TensorLayout
-from caraserve.lora.manifest import ChunkHasher
+from caraserve.lora.manifest import ChunkHasher, identified
 from caraserve.model.opened_file import TensorFileError
 from caraserve.model.safetensors_reader import TensorFile
 
@@ -60,7 +60,7 @@ class ArrivingImage:
     def finished(self) -> HostAdapter:
         """Returns the complete image, with its digest."""
         assert not self._pending, "tensors are missing"
-        return HostAdapter(self._writer.finished(self._hasher.hashes), self._into)
+        return HostAdapter(identified(self._writer.finished(), self._hasher.hashes), self._into)
 
 
 @dataclass(slots=True)

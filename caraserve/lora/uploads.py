@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from caraserve.core.adapter_facts import AdapterFacts
-from caraserve.core.lora_layout import AdapterSpec, HostAdapter
+from caraserve.core.lora_layout import HostAdapter
 from caraserve.errors import (
     AdapterAliased,
     AdapterBusy,
@@ -35,9 +35,10 @@ from caraserve.errors import (
 )
 from caraserve.lora.adapter import Adapter
 from caraserve.lora.adapter_folder import AdapterFolder
-from caraserve.lora.adapter_reader import AdapterReader
+from caraserve.lora.adapter_reader import AdapterReader, log_notes
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.folder_contents import TENSORS_NAME, stamp
+from caraserve.lora.inspections import Inspection
 from caraserve.lora.peft import WholeFileNeeded
 from caraserve.lora.peft_fields import CONFIG_NAME
 from caraserve.lora.registry import AdapterInfo
@@ -250,7 +251,7 @@ class AdapterUploads:
     def _has_upload(self, folder: Path, digest: str) -> bool:
         """Returns whether a folder has the files of an uploaded adapter with that digest."""
         try:
-            return is_uploaded(folder) and self.reader.inspect(folder.name, folder).digest == digest
+            return is_uploaded(folder) and self.reader.inspect(folder).digest == digest
         except (CaraServeError, OSError):
             return False
 
@@ -300,12 +301,12 @@ class _Upload:
             async for piece in pieces:
                 await on_thread(self._take, body, hidden, piece)
                 self._admit()
-            spec, image = await on_thread(self._checked, body, hidden)
-            facts = await on_thread(self._catalog.rules.base.facts_of, hidden, spec)
+            found, image = await on_thread(self._checked, body, hidden)
+            facts = await on_thread(self._catalog.rules.base.facts_of, hidden, found)
             await on_thread(write_through, hidden)
             async with self._catalog.changing(self._name):
-                self._check(spec.digest)
-                stored = await to_its_end(asyncio.ensure_future(self._store(spec, facts, image, hidden)))
+                self._check(found.digest)
+                stored = await to_its_end(asyncio.ensure_future(self._store(found, facts, image, hidden)))
                 return replace(stored, skipped=body.names_of_skipped())
         except OSError as error:
             unwritten = not_written(error)
@@ -324,8 +325,9 @@ class _Upload:
     def _admit(self) -> None:
         """Lets requests name the adapter once its layout is known, and reports layers that have arrived."""
         if self._stream is not None and self._admitted is None:
-            self._catalog.refuse_unservable(self._stream.spec)
-            self._admitted = self._catalog.begin_upload(self._name, self._stream, self._stream.spec)
+            found = Inspection.of(self._stream.spec)
+            self._catalog.refuse_unservable(found)
+            self._admitted = self._catalog.begin_upload(self._name, self._stream, found)
         if self._stream is not None:
             self._stream.announce()
 
@@ -347,7 +349,7 @@ class _Upload:
         if self._stream is not None:
             self._stream.advance(body.tensor_bytes)
 
-    def _checked(self, body: UploadBody, hidden: Path) -> tuple[AdapterSpec, HostAdapter | None]:
+    def _checked(self, body: UploadBody, hidden: Path) -> tuple[Inspection, HostAdapter | None]:
         """Checks the checksum first, then what the body holds. Returns the adapter's description, and its image if
         requests have wanted it."""
         for header, expected in self._claims.checksums:
@@ -361,10 +363,11 @@ class _Upload:
         if self._stream is not None:
             self._stream.advance(body.tensor_bytes)
             if (image := self._stream.image()) is not None:
-                return image.spec, image
-        spec = self._uploads.reader.inspect(self._name, hidden)
-        self._catalog.refuse_unservable(spec)
-        return spec, None
+                return Inspection.of(image.spec), image
+        found = self._uploads.reader.inspect(hidden)
+        log_notes(self._name, found.notes)
+        self._catalog.refuse_unservable(found)
+        return found, None
 
     def _add_config(self, body: UploadBody, hidden: Path) -> None:
         """Adds the configuration that a safetensors file has in its metadata, where there is no other."""
@@ -380,16 +383,16 @@ class _Upload:
         body.refuse_missing_config()
 
     async def _store(
-        self, spec: AdapterSpec, facts: AdapterFacts, image: HostAdapter | None, hidden: Path
+        self, found: Inspection, facts: AdapterFacts, image: HostAdapter | None, hidden: Path
     ) -> UploadedAdapter:
         """Lets the requests that wait for the image go on, then stores the adapter."""
         catalog, on_thread = self._catalog, self._uploads.on_thread
         if self._admitted is not None:
-            self._admitted = catalog.identify_upload(self._admitted, spec.digest)
+            self._admitted = catalog.identify_upload(self._admitted, found.digest)
         if self._stream is not None:
             self._stream.complete(image)
         old = catalog.find_whole(self._name)
-        if old is not None and old.digest == spec.digest and old.targets and old.facts == facts:
+        if old is not None and old.digest == found.digest and old.targets and old.facts == facts:
             if self._stream is not None:
                 self._stream.stored(catalog.folders.at(Path(old.path)))
             return UploadedAdapter(old, old)
@@ -397,7 +400,7 @@ class _Upload:
         self._has_exchanged = await on_thread(_give_place, hidden, replaced)
         folder = catalog.folders.at(self._path)
         try:
-            info = await catalog.add_stored(self._name, spec, facts, folder)
+            info = await catalog.add_stored(self._name, found, facts, folder)
         except CaraServeError:
             if self._has_exchanged:
                 await on_thread(replaced.exchange, self._path)
@@ -409,7 +412,7 @@ class _Upload:
             self._stream.stored(folder)
         if self._has_exchanged:
             self._uploads.remove_later(replaced)
-        if old is not None and old.digest != spec.digest:  # otherwise the name still stands for the files elsewhere
+        if old is not None and old.digest != found.digest:  # otherwise the name still stands for the files elsewhere
             self._uploads.removed(self._name, old.digest)
         return UploadedAdapter(info, old)
 

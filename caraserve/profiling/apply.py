@@ -12,7 +12,6 @@ from caraserve.config import LOADING_MODES, EngineConfig, LoraConfig, ModelConfi
 from caraserve.core.machine_profile import (
     ASSUMED_HANDOFF_MS,
     LEAST_HANDOFF_MS,
-    OtherSchema,
     Profile,
     Targets,
     default_path,
@@ -190,10 +189,7 @@ def _load(path: Path, *, required: bool) -> Profile | None:
     except ConfigError as error:
         if required:
             raise
-        if isinstance(error, OtherSchema):
-            log.info("the profile %s is of another version; this machine is measured again", path)
-        else:
-            log.warning("%s; this machine is measured again", error.message)
+        log.warning("%s; this machine is measured again", error.message)
         return None
 
 

@@ -31,6 +31,7 @@ async def random_run(
     side_batch_failures: float = 0.0,
     most_rests: int = 0,
     clients: str = "",
+    wrong_images: float | None = None,
     **kind: Any,
 ) -> EngineHarness:
     """Runs random requests, arrivals, cancellations and failures. Returns the harness after their end."""
@@ -40,6 +41,8 @@ async def random_run(
         here.plan_failures, here.side_batch_failures = plan_failures, side_batch_failures
         here.read_failures, here.copy_failures = read_failures, copy_failures
         here.most_rests = most_rests
+        if wrong_images is not None:
+            here.reader.is_wrong = lambda: rng.random() < wrong_images
         asked, tasks = [], []
         for _ in range(rng.randrange(3, 16)):
             prompt = rng.choice(stems)[: rng.choice((0, 4, 9, 16, 24))] + [rng.randrange(97)] * rng.randrange(1, 8)
@@ -61,14 +64,14 @@ async def random_run(
         await here.until_done(tasks)
         await here.settle()
         for one in asked:
-            one.check()
+            one.check(is_wrong=bool(wrong_images))
             phases = one.finish.phases
             assert phases.stalled_ms + phases.interrupted_ms <= phases.prefill_ms + phases.decode_ms + 1e-6
             if one.finish.reason == "length" and one.params.prompt_logprobs is not None and len(one.prompt) > 1:
                 scores = [entry for delta in one.deltas for entry in delta.prompt_logprobs]
                 assert scores[0] is None
                 assert [entry.token_id for entry in scores[1:] if entry] == list(one.prompt[1:])
-            if one.finish.error is not None and not read_failures and not copy_failures:
+            if one.finish.error is not None and not (read_failures or copy_failures or wrong_images):
                 assert isinstance(one.finish.error, BackendFailed)
         return here
 
@@ -98,6 +101,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, st.SearchStrategy[Any]]]] = {
     "streamed": ({"read_failures": 0.2, "copy_failures": 0.2, "side_batch_failures": 0.2}, STREAMED),
     "slow readers": ({"side_batch_failures": 0.2, "most_rests": 40}, {}),
     "answers are guessed": ({"plan_failures": 0.03}, {"draft_tokens": st.just(8)}),
+    "images are wrong": ({"wrong_images": 0.4, "copy_failures": 0.1, "side_batch_failures": 0.1}, {}),
     "clients take turns": ({"side_batch_failures": 0.2, "clients": "aaaabc", "slots": 3}, {}),
 }
 

@@ -25,8 +25,8 @@ from caraserve.http.app import make_app, start_http
 from caraserve.http.server import bind
 from caraserve.http.tls_files import TlsFiles, first_context
 from caraserve.model.families import load_plan
-from caraserve.serve import _announce, _upload_root, with_demo
-from caraserve.start_checks import check_paths, client_tls, exposure
+from caraserve.serve import _announce, with_demo
+from caraserve.start_checks import check_paths, client_tls, exposure, upload_root
 from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.log_lines import logged
 from tests.http.serving import http_config, new_metrics, serving
@@ -116,7 +116,7 @@ def test_a_folder_that_takes_uploads_must_be_writable() -> None:
     check_paths(model_config(demo.model_folder()), dataclasses.replace(lora, loading_mode="cached"))
     only_read = lora_config({}, adapter_roots=[Path("/proc/self")])
     check_paths(model_config(demo.model_folder()), only_read)
-    assert _upload_root(only_read) is None
+    assert upload_root(only_read) is None
 
 
 def demo_configs(*words: str) -> LoraConfig:
@@ -128,14 +128,14 @@ def test_uploads_to_the_demo_go_to_the_users_folder_and_not_to_the_package(
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     lora = demo_configs("--allow-runtime-lora-updating", "--lora-modules", f"pirate={POET}")
-    assert _upload_root(lora) == lora.adapters_dir == tmp_path / "caraserve" / "adapters"
+    assert upload_root(lora) == lora.adapters_dir == tmp_path / "caraserve" / "adapters"
     served = {module.name: module.path for module in lora.lora_modules}
     assert served == {name: demo.adapters_folder() / name for name in demo.ADAPTER_NAMES} | {"pirate": POET}
     assert demo.adapters_folder() in lora.allow_adapter_path
     assert demo_configs().adapters_dir is None
     monkeypatch.setenv("XDG_DATA_HOME", "/proc/self")
     unwritable = demo_configs("--allow-runtime-lora-updating")
-    assert (unwritable.adapters_dir, _upload_root(unwritable)) == (None, None)
+    assert (unwritable.adapters_dir, upload_root(unwritable)) == (None, None)
     assert len(unwritable.lora_modules) == len(demo.ADAPTER_NAMES)
     own = demo_configs("--adapters-dir", str(tmp_path))
     assert (own.adapters_dir, own.lora_modules) == (tmp_path, [])

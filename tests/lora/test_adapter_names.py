@@ -1,7 +1,6 @@
 """Names of tensors as programs write them, and copies of the base model's tensors, which are compared with these."""
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -53,10 +52,7 @@ def test_names_of_wrapped_modules_are_those_of_the_modules(tmp_path: Path, old: 
     assert digest(tmp_path / "a", None, tensors) == digest(tmp_path / "b", None, tensors_for())
 
 
-def test_tensors_of_parts_that_text_does_not_use_are_left_out_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    logging.getLogger("caraserve").propagate = True
+def test_tensors_of_parts_that_text_does_not_use_are_left_out_and_counted(tmp_path: Path) -> None:
     vision = {
         f"base_model.model.{tower}.blocks.0.attn.qkv.lora_{half}.weight": np.ones((4, 4), np.float32)
         for tower in ("model.visual", "visual")
@@ -64,11 +60,12 @@ def test_tensors_of_parts_that_text_does_not_use_are_left_out_and_counted(
     }
     folder = write_adapter(tmp_path / "a", {"target_modules": ["q_proj", "qkv"]}, tensors_for() | vision)
     reader = AdapterReader(PLAN, lambda call: call())
-    assert reader.inspect("sql", folder).digest == digest(tmp_path / "b", None, tensors_for())
+    found = reader.inspect(folder)
     reader.close()
-    (target, left_out) = [record.getMessage() for record in caplog.records]
-    assert target == "adapter sql: adapter_config.json: target_modules has 'qkv', which the base model lacks"
-    assert left_out.startswith("adapter sql: 4 tensors of parts that text does not use are left out, as base_model.")
+    assert found.digest == digest(tmp_path / "b", None, tensors_for())
+    target, left_out = found.notes
+    assert target == "adapter_config.json: target_modules has 'qkv', which the base model lacks"
+    assert left_out.startswith("4 tensors of parts that text does not use are left out, as base_model.")
 
 
 def test_a_name_that_only_begins_like_a_part_that_text_does_not_use_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 out if they are not. A folder that cannot be used at run time is logged once."""
 
 import asyncio
+import logging
 import os
 import shutil
 import sqlite3
@@ -10,21 +11,26 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
+from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
 
 from caraserve.config import LOADING_MODES
 from caraserve.core.backend import Limits
-from caraserve.core.lora_layout import HostAdapter, aligned_bytes
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.cpu.shared_memory import Arena
 from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, Forbidden
 from caraserve.kv.memory_budget import MemoryBudget
+from caraserve.lora import inspections
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.catalog import Catalog, CatalogRules
 from caraserve.lora.folder_contents import TENSORS_NAME
+from caraserve.lora.inspections import Inspection, Inspections
 from caraserve.lora.manager import AdapterManager
+from caraserve.lora.peft import inspect_adapter
 from caraserve.lora.registry import AdapterInfo, Registry
 from caraserve.lora.served_base import ANY_BASE, ServedBase
 from caraserve.lora.start_policy import StartPolicy
@@ -218,6 +224,65 @@ def test_what_is_known_of_an_unloaded_folder_goes_with_it(
         shutil.rmtree(adapters_dir / "good")
         assert catalog(registry, reader, adapters_dir).add_at_start([], lambda: None) == []
         assert registry.all() == []
+
+
+def test_adapters_are_reported_in_their_order_whichever_inspection_ends_first(
+    adapters_dir: Path, reader: AdapterReader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("caraserve").propagate = True
+    kinds = {"a": ["q_proj", "x"], "b": "nothing", "c": ["q_proj", "y"], "d": "nothing", "e": ["q_proj", "z"]}
+    given = {name: write_adapter(adapters_dir / name, {"target_modules": kind}) for name, kind in kinds.items()}
+    has_ended, inspect = Event(), reader.inspect
+
+    def first_waits(folder: Path) -> Inspection:
+        if os.path.samefile(folder, given["a"]):
+            has_ended.wait(5.0)  # with one thread in vain
+        try:
+            return inspect(folder)
+        finally:
+            has_ended.set()
+
+    monkeypatch.setattr(reader, "inspect", first_waits)
+    with closing(Registry(None)) as registry:
+        made = catalog(registry, reader, adapters_dir)
+        complaints = made.add_at_start(given.items(), lambda: None, found=given)
+        assert [info.name for info in made.all()] == [*"ace"]
+        assert [info.name for info in registry.all()] == [*"ace"]
+    assert [Path(complaint.split("'")[1]).name for complaint in complaints] == ["b", "d"]
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["adapter a", "adapter c", "adapter e"]
+    with closing(Registry(None)) as registry, pytest.raises(ConfigError, match="adapter 'b' at "):
+        catalog(registry, reader, adapters_dir).add_at_start(given.items(), lambda: None)
+
+
+def test_a_second_start_inspects_only_what_has_changed_and_says_the_same(
+    adapters_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("caraserve").propagate = True
+    monkeypatch.setattr(inspections, "_SETTLED_NS", 0)
+    given = {name: write_adapter(adapters_dir / name, {"target_modules": ["q_proj", "x"]}) for name in "ab"}
+    inspected: list[Path] = []
+
+    def inspect(folder: Path, *arguments: Any, **options: Any) -> AdapterSpec:
+        inspected.append(folder.resolve())
+        return inspect_adapter(folder, *arguments, **options)
+
+    def start() -> tuple[list[tuple[str, str]], list[str]]:
+        caplog.clear()
+        known = Inspections(tmp_path / "inspections.sqlite")
+        with closing(Registry(None)) as registry:
+            with closing(AdapterReader(SPEC, lambda call: call(), inspections=known)) as reader:
+                made = catalog(registry, reader, adapters_dir)
+                made.add_at_start(given.items(), lambda: None)
+            return [(info.name, info.digest) for info in made.all()], [one.getMessage() for one in caplog.records]
+
+    monkeypatch.setattr("caraserve.lora.adapter_reader.inspect_adapter", inspect)
+    first = start()
+    assert len(inspected) == len(first[1]) == 2
+    assert start() == first
+    assert len(inspected) == 2
+    write_adapter(given["b"], {"lora_alpha": 9})
+    assert start() != first
+    assert inspected[2:] == [given["b"]]
 
 
 def test_damaged_rows_are_among_the_complaints(adapters_dir: Path, reader: AdapterReader, tmp_path: Path) -> None:

@@ -34,12 +34,11 @@ _LOOK_S = 60.0  # timeout of the query: a driver without persistence mode takes 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device, and what decides whether it is usable. CUDA 13.2 is 13020, compute capability 9.0 is 90."""
+    """The properties of a device that decide whether it is usable. CUDA 13.2 is 13020, compute capability 9.0 is 90."""
 
     name: str
     capability: int
     driver_version: int
-    total_bytes: int  # of its memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +196,7 @@ def _answer(library: str) -> dict[str, str | int] | str:
         if cuda.number("cuDeviceGetCount") == 0:
             return "the NVIDIA driver sees no GPU"
         device = cuda.number("cuDeviceGet", 0)
-        gpu = Gpu(
-            name=cuda.text("cuDeviceGetName", device),
-            capability=capability(cuda, device),
-            driver_version=cuda.number("cuDriverGetVersion"),
-            total_bytes=cuda.number("cuDeviceTotalMem_v2", device),
-        )
+        gpu = Gpu(cuda.text("cuDeviceGetName", device), capability(cuda, device), cuda.number("cuDriverGetVersion"))
     except DriverError as error:
         return f"the NVIDIA driver cannot be used: {error}"
     return asdict(gpu)
