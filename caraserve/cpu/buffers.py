@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import MAX_RANK, PANEL, RANK_STEP
 from caraserve.cpu.attention import attend, scratch_bytes
+from caraserve.cpu.barrier import BARRIER_BYTES
 from caraserve.cpu.forward import decoder_layer, project
 from caraserve.cpu.handoff import COUNTER_SPENT_NS, COUNTER_WORDS, block_bytes
 from caraserve.cpu.kernels import lora_expand, lora_shrink
@@ -145,7 +146,7 @@ class Buffers:
             scratch_bytes=scratch,
             prepared=self._zeros(self._prepared_rows * self._prepared_bytes),
             prepared_bytes=self._prepared_bytes,
-            barrier=self._zeros(128),
+            barrier=self._zeros(BARRIER_BYTES),
             counters=self._zeros(8 * len(plan.layers)),
             **self._for_experts(),
             **for_delta_nets,

@@ -178,7 +178,7 @@ BUFFERS = _record(
     "shrunk",  # [tokens, sites of the group · largest padded rank in the batch]
     "scratch",  # [threads, scratch_bytes]
     "scratch_bytes",
-    "barrier",  # int64 arrivals, and the generation a cache line later
+    "barrier",  # words of barrier.py
     "counters",  # int64 [layers], items of attention or of a delta net claimed by threads
 )
 

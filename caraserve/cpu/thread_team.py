@@ -12,7 +12,6 @@ import numpy as np
 
 from caraserve.core.lora_layout import aligned_bytes
 from caraserve.cpu.jit import entry
-from caraserve.cpu.libc import sched_yield
 from caraserve.cpu.simd import load_acquire, spin_pause, store_release
 from caraserve.util.thread_priority import yield_to_event_loop
 
@@ -22,13 +21,10 @@ _SPINS = 4000  # about 100 µs: longer than the gap between two iterations that 
 @entry
 def _await_change(word, seen, spins):  # type: ignore[no-untyped-def]
     """Returns whether the int64 at `word` changed from `seen` within `spins` looks."""
-    for spin in range(spins):
+    for _ in range(spins):
         if load_acquire(word) != seen:
             return True
-        if spin % 64 == 63:
-            sched_yield()
-        else:
-            spin_pause()
+        spin_pause()
     return False
 
 
