@@ -26,7 +26,7 @@ from tests.http.fake_engine import FakeEngine, finish
 from tests.http.serving import http_config, new_metrics
 from tests.serving import engine_config, lora_config, model_config
 
-REQUESTS = 12  # of each kind
+REQUESTS = 8  # of each kind
 AT_ONCE = 4
 COMPLETIONS = "/v1/completions"
 DONE, ANSWER = b"[DONE]", b'"usage"'

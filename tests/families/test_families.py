@@ -22,10 +22,12 @@ from tests.plans.driving import logprobs
 from tests.plans.executor import Executor
 
 LIMIT = 1e-4  # of the logits' deviation; the smallest mistake of a plan moves them by 2.6e-4
-# Together they have a place for every change of a plan's field. All others are compared with `-m slow`.
+# Together they have a place for every change of a plan's field. Others are compared with `-m slow`: all plans give the
+# right logits, and tests/plans/test_backends.py shows that a backend follows every field of a plan.
 WITH_EVERY_FIELD = (
     *("glm 4.5", "qwen 3.5", "gemma 2", "phi 2", "phi 4 mini, short", "cohere, norms of heads", "gpt 2", "gpt-oss"),
 )
+MARKED = [name if name in WITH_EVERY_FIELD else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 BACKENDS: dict[str, tuple[Callable[..., Any], int]] = {
     "cpu": (cpu.backend_of, VOCAB),
     "gpu": (gpu.backend_of, VOCAB // 2),
@@ -52,12 +54,7 @@ def test_the_plan_of_a_family_gives_the_logits_of_transformers(model: Made) -> N
         assert distance(Executor(plan, read).logits(TOKENS), model.logits) < LIMIT
 
 
-@pytest.mark.parametrize(
-    "model",
-    [name if name in WITH_EVERY_FIELD else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
-    indirect=True,
-    scope="module",
-)
+@pytest.mark.parametrize("model", MARKED, indirect=True, scope="module")
 def test_the_comparison_sees_every_field_of_the_plan(model: Made) -> None:
     plan = load_plan(model.folder)
     with FolderReader(model.folder, plan.stored_names) as read:
@@ -74,9 +71,17 @@ def test_every_change_of_a_field_is_compared(tmp_path: Path) -> None:
     assert compared == set(MUTATIONS)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_backend_gives_the_logits_of_peft(backend: str, model: Made) -> None:
-    """Without an adapter, and with two, one after another; a prompt in pieces."""
+def test_the_cpu_backend_gives_the_logits_of_peft(model: Made) -> None:
+    check_backend("cpu", model)
+
+
+@pytest.mark.parametrize("model", MARKED, indirect=True, scope="module")
+def test_the_gpu_backend_gives_the_logits_of_peft(model: Made) -> None:
+    check_backend("gpu", model)
+
+
+def check_backend(backend: str, model: Made) -> None:
+    """Compares logits without an adapter, and with two, one after another; of a prompt in pieces."""
     make_backend, alternatives = BACKENDS[backend]
     plan = load_plan(model.folder)
     with FolderReader(model.folder, plan.stored_names) as read:

@@ -13,7 +13,7 @@ from threading import Event
 import pytest
 from rich.console import Console
 
-from caraserve.bench.lora import run
+from caraserve.bench.lora import kernels, run
 from caraserve.bench.lora.kernels import GpuPoint, KernelCase, measure
 from caraserve.bench.lora.run import tables
 from caraserve.cli.main import main
@@ -25,32 +25,32 @@ from caraserve.model.dtype import Dtype
 def test_a_quick_run_measures_every_part_and_saves_what_it_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = replace(run.QUICK, hidden=512, tokens=(4,), round_trip_tokens=(16,), hand_offs=3, rounds=1)
+    small = replace(run.QUICK, hidden=512, ranks=(64,), tokens=(4,), round_trip_tokens=(16,), hand_offs=3, rounds=1)
     monkeypatch.setattr(run, "QUICK", small)
-    assert main(["bench", "lora", "--quick", "--save", str(tmp_path)]) == 0
+    core = str(min(os.sched_getaffinity(0)))
+    assert main(["bench", "lora", "--quick", "--lora-cpus", core, "--save", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     document = json.loads(printed.splitlines()[-1])
     assert json.loads((tmp_path / "lora.json").read_text()) == document
     assert document["complete"] is True
     assert document["machine"]["cores"] == len(os.sched_getaffinity(0))
-    assert [(point["rank"], point["tokens"]) for point in document["kernels"]] == [(8, 4), (64, 4)]
-    trips = [(trip["transport"], trip["tokens"]) for trip in document["round_trips"] if trip["workers"] == 1]
-    assert trips == [("shared memory", 16), ("UNIX socket", 16)]
-    assert {trip["workers"] for trip in document["round_trips"]} == {1, len(os.sched_getaffinity(0))}
-    assert {point["rank"] for point in document["threads"]} == {8, 64}
+    assert [(point["rank"], point["tokens"]) for point in document["kernels"]] == [(64, 4)]
+    trips = [(trip["transport"], trip["workers"], trip["tokens"]) for trip in document["round_trips"]]
+    assert trips == [("shared memory", 1, 16), ("UNIX socket", 1, 16)]
+    assert [(point["cores"], point["rank"]) for point in document["threads"]] == [(1, 64)]
     assert all(trip["total_us"] > trip["beyond_us"] > 0 for trip in document["round_trips"])
     assert "of the core's peak" in printed
 
 
-def test_only_the_requested_parts_are_measured(
+def test_only_the_requested_parts_are_measured_with_one_worker_and_with_all(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "QUICK", replace(run.QUICK, hidden=256, round_trip_tokens=(16,)))
-    core = str(min(os.sched_getaffinity(0)))
-    assert main(["bench", "lora", "--quick", "--parts", "round-trip", "--lora-cpus", core]) == 0
+    assert main(["bench", "lora", "--quick", "--parts", "round-trip"]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     trips = [(trip["transport"], trip["workers"], trip["tokens"]) for trip in document["round_trips"]]
-    assert trips == [("shared memory", 1, 16), ("UNIX socket", 1, 16)]
+    teams = dict.fromkeys((1, len(os.sched_getaffinity(0))))
+    assert trips == [(transport, workers, 16) for workers in teams for transport in ("shared memory", "UNIX socket")]
     assert document["kernels"] == document["threads"] == []
 
 
@@ -90,7 +90,8 @@ def _has_members(group: int) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.F16, Dtype.BF16])
-def test_speeds_are_below_the_cores_peak(dtype: Dtype) -> None:
+def test_speeds_are_below_the_cores_peak(dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_WEIGHTS_BYTES", 1 << 20)
     point = measure(KernelCase(hidden=256, dtype=dtype, rank=8, tokens=4))
     assert 0 < point.ours < point.peak
     assert (point.numpy is not None) == (dtype is Dtype.F32)

@@ -5,6 +5,7 @@ from statistics import median
 
 import pytest
 
+from caraserve.cluster.membership import swim
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.events import (
     CLUSTER_FULL,
@@ -56,13 +57,17 @@ def test_all_instances_see_one_another_within_2_s_of_the_last_start(size: int) -
         assert outputs(fleet, name, PeerRefused) == []
 
 
-def test_sixty_four_instances_join_and_the_next_one_is_refused() -> None:
+@pytest.mark.parametrize("most", [24, pytest.param(MAX_LIVE, marks=pytest.mark.slow)])  # it takes their square
+def test_as_many_instances_as_may_be_join_and_the_next_one_is_refused(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swim, "MAX_LIVE", most)
     fleet = Fleet(3, delay_s=0.002)
-    for index in range(MAX_LIVE):
+    for index in range(most):
         fleet.start(f"n{index:02}", ["n00", "n01"])
     fleet.run_until(fleet.agree, 5)
     dials = sum(len(outputs(fleet, name, Dial)) for name in fleet.nodes)
-    assert dials < 1.3 * MAX_LIVE * (MAX_LIVE - 1) / 2  # hardly a pair dials twice
+    assert dials < 1.3 * most * (most - 1) / 2  # hardly a pair dials twice
     fleet.start("late", ["n00", "n01"])
     fleet.run(0.5)
     refusals = outputs(fleet, "late", RefusedByPeer)

@@ -40,6 +40,7 @@ BGMV, HANDOFF, SAMPLING = ([unit for unit in UNITS if unit.source == source] for
 def marked(units: list[Unit]) -> list[Any]:
     """Returns units as parameters; those that are like another one are only compiled when kernels change."""
     slow = [unit for unit in units if unit.source in OF_ACTIVATIONS and (unit.activation, unit.arch) not in ALWAYS]
+    slow += [unit for unit in units if unit == Unit("sampling", Dtype.F32, "sm_80")]  # 9 s
     return [pytest.param(unit, marks=pytest.mark.slow) if unit in slow else unit for unit in units]
 
 

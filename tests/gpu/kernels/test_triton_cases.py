@@ -14,8 +14,9 @@ FOLDER = Path(__file__).parent
 CASES = sorted(FOLDER.glob("triton_*_cases.py"))
 
 
-@pytest.mark.parametrize("part", [0, 1])  # two processes of xdist take one each
-def test_all_cases_pass_in_the_interpreter(part: int) -> None:
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_all_cases_pass_in_the_interpreter(marked: str) -> None:
+    """In one process: its imports take 13 s."""
     assert len(CASES) == 10
     # The interpreter computes with numpy, whose threads only compete for cores on such small tiles.
     settings = {
@@ -25,7 +26,7 @@ def test_all_cases_pass_in_the_interpreter(part: int) -> None:
         "OPENBLAS_NUM_THREADS": "1",
     }
     plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.gpu.fast_interpreter"]
-    command = [sys.executable, "-m", "pytest", "-q", *plugins, *map(str, CASES[part::2])]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, "-m", marked, *map(str, CASES)]
     root = FOLDER.parents[2]
     result = subprocess.run(command, cwd=root, env=os.environ | settings, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -228,7 +228,8 @@ def check(recorded: list[Launch], capability: int) -> dict[str, Any]:
     return compiled
 
 
-@pytest.mark.parametrize("capability", [80, 86, 90])  # 89 is to these kernels what 86 is; fp8 is tested below
+# 89 is to these kernels what 86 is, for which other head sizes and a decoder's own launches are compiled below.
+@pytest.mark.parametrize("capability", [80, pytest.param(86, marks=pytest.mark.slow), 90])
 def test_bf16_kernels_fit_and_do_not_spill(launches: list[Launch], capability: int) -> None:
     launch_attention(torch.bfloat16, 128)
     # Another test compiles the rest for 86, as a decoder launches it. 80 has the registers and instructions of 86, and
@@ -256,7 +257,7 @@ def check_instructions(compiled: dict[str, Any], capability: int) -> None:
         assert set(copies) == {"10"}, name
 
 
-@pytest.mark.parametrize(("dim", "kv_heads"), [(64, HEADS), (80, 8), (256, 8)])
+@pytest.mark.parametrize(("dim", "kv_heads"), [(64, HEADS), (80, 8), pytest.param(256, 8, marks=pytest.mark.slow)])
 def test_fp16_and_other_head_sizes_fit_the_smallest_shared_memory(
     dim: int, kv_heads: int, launches: list[Launch]
 ) -> None:
@@ -268,7 +269,13 @@ def test_fp16_and_other_head_sizes_fit_the_smallest_shared_memory(
 
 
 @pytest.mark.parametrize(
-    ("capability", "dim", "kv_heads"), [(90, 128, HEADS), (90, 256, 8), (100, 128, 8), (100, 64, 8)]
+    ("capability", "dim", "kv_heads"),
+    [
+        (90, 256, 8),
+        (100, 64, 8),
+        pytest.param(90, 128, HEADS, marks=pytest.mark.slow),
+        pytest.param(100, 128, 8, marks=pytest.mark.slow),
+    ],
 )
 def test_attention_of_other_groups_and_head_sizes_does_not_spill_on_large_gpus(
     launches: list[Launch], capability: int, dim: int, kv_heads: int
@@ -280,13 +287,13 @@ def test_attention_of_other_groups_and_head_sizes_does_not_spill_on_large_gpus(
     check_attention_tiles(compiled["prefill_kernel"], prefill)
 
 
-@pytest.mark.parametrize(("capability", "dim"), [(86, 128), (86, 256), (90, 256)])
+@pytest.mark.parametrize(("capability", "dim"), [pytest.param(86, 128, marks=pytest.mark.slow), (86, 256), (90, 256)])
 def test_capped_scores_fit_and_do_not_spill(launches: list[Launch], capability: int, dim: int) -> None:
     launch_attention(torch.bfloat16, dim, cap=50.0)
     check(launches, capability)
 
 
-@pytest.mark.parametrize(("capability", "dim"), [(86, 128), (100, 128)])
+@pytest.mark.parametrize(("capability", "dim"), [(86, 128), pytest.param(100, 128, marks=pytest.mark.slow)])
 def test_sinks_and_slopes_fit_and_do_not_spill(launches: list[Launch], capability: int, dim: int) -> None:
     launch_attention(torch.bfloat16, dim, sinks=floats(HEADS), slopes=floats(HEADS))
     check(launches, capability)

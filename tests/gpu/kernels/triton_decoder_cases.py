@@ -54,7 +54,15 @@ def make_subject(folder: Path, family: str) -> Subject:
     return Subject(device, Oracle(model, adapters))
 
 
-@pytest.fixture(scope="module", params=["llama_bias", "mistral", "qwen2", "qwen3"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("llama_bias", marks=pytest.mark.slow),
+        pytest.param("mistral", marks=pytest.mark.slow),
+        "qwen2",
+        "qwen3",
+    ],
+)
 def any_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return make_subject(tmp_path_factory.mktemp("model"), request.param)
 
