@@ -125,7 +125,7 @@ def build_backend(
     if choice.note:
         log.warning("%s", choice.note)
     check_options(plan, model, engine, lora, choice.device)
-    if note := frequencies_note(plan.ropes, _context(plan, model)):
+    if note := frequencies_note(plan.ropes, context_tokens(plan, model)):
         log.info("%s", note)
     if plan.delta_nets and engine.enable_prefix_caching:
         log.info("KV blocks of equal prompt prefixes are not reused: this model has a state beside them")
@@ -157,7 +157,7 @@ def check_options(plan: DecoderPlan, model: ModelConfig, engine: EngineConfig, l
             )
         _check_cuda_options(plan, lora)
         return
-    _kv_bytes(plan, _context(plan, model), engine)
+    kv_cache_bytes(plan, context_tokens(plan, model), engine)
 
 
 def _check_cuda_options(plan: DecoderPlan, lora: LoraConfig) -> None:
@@ -185,9 +185,9 @@ def _build_cpu_backend(
         from caraserve.cpu.weights import compile_kernels, load_model, progress_steps
 
         compile_kernels(plan, rounds_rows=rounds_rows)
-        kv_kernels(_kv_dtype(engine))
-    dtype, context = dtype_of(plan, model.dtype), _context(plan, model)
-    kv_bytes, lora_cpus = _kv_bytes(plan, context, engine), _lora_cpus(lora)
+        kv_kernels(kv_cache_dtype(engine))
+    dtype, context = dtype_of(plan, model.dtype), context_tokens(plan, model)
+    kv_bytes, lora_cpus = kv_cache_bytes(plan, context, engine), _lora_cpus(lora)
     cores = len(os.sched_getaffinity(0))
     with progress("weights", progress_steps(plan)) as advance, _reader(model, plan, engine.seed, dtype) as read:
         loaded = load_model(
@@ -201,7 +201,7 @@ def _build_cpu_backend(
         max_step_tokens=max(engine.max_num_batched_tokens or _CPU_STEP_TOKENS, seqs),
         max_context=context,
         kv_cache_bytes=kv_bytes,
-        kv_dtype=_kv_dtype(engine),
+        kv_dtype=kv_cache_dtype(engine),
         host_bytes=lora.max_host_adapters_bytes,
         lora_cpus=lora_cpus,
         padded=lora.lora_kernel == "bgmv-padded",
@@ -248,7 +248,7 @@ def build_cuda_backend(
     from caraserve.gpu.weights import TORCH_DTYPES, dummy, load, progress_steps
 
     assert model.model is not None
-    dtype, context = dtype_of(plan, model.dtype), _context(plan, model)
+    dtype, context = dtype_of(plan, model.dtype), context_tokens(plan, model)
     seqs, lora_cpus = engine.max_num_seqs or _GPU_SEQS, _lora_cpus(lora)
     sys.setswitchinterval(_SWITCH_S)
     device = open_device(dtype)
@@ -293,7 +293,8 @@ def dtype_of(plan: DecoderPlan, asked: str) -> Dtype:
     return DTYPES[name]
 
 
-def _context(plan: DecoderPlan, model: ModelConfig) -> int:
+def context_tokens(plan: DecoderPlan, model: ModelConfig) -> int:
+    """Returns the most tokens of a request: --max-model-len, or the model's positions up to a default."""
     return min(plan.max_position, model.max_model_len or _DEFAULT_CONTEXT_TOKENS)
 
 
@@ -321,15 +322,15 @@ def _lora_cpus(lora: LoraConfig) -> tuple[int, ...]:
     return lora.lora_cpus
 
 
-def _kv_dtype(engine: EngineConfig) -> Dtype:
+def kv_cache_dtype(engine: EngineConfig) -> Dtype:
     """Returns the dtype of the CPU's KV cache."""
     return Dtype.F32 if engine.kv_cache_dtype == "auto" else DTYPES[engine.kv_cache_dtype]
 
 
-def _kv_bytes(plan: DecoderPlan, context: int, engine: EngineConfig) -> int:
+def kv_cache_bytes(plan: DecoderPlan, context: int, engine: EngineConfig) -> int:
     """Returns the size of the CPU's KV cache. Raises ConfigError if one request of full length does not fit."""
     asked = engine.kv_cache_bytes
-    least = plan.kv_bytes_per_token(_kv_dtype(engine).itemsize) * (context + 16)
+    least = plan.kv_bytes_per_token(kv_cache_dtype(engine).itemsize) * (context + 16)
     if asked is not None and asked < least:
         raise ConfigError(
             f"--kv-cache-bytes {asked} is too small: one request of {context} tokens needs {least} bytes "

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address to use for a server that listens on all addresses
-_ADAPTER_BYTES = 1 << 30  # default size of the device cache where it does not share the KV cache's memory
+ADAPTER_BYTES = 1 << 30  # default size of the device cache where it does not share the KV cache's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ async def build_engine(
     stack.callback(reader.close)
     arena = Arena(backend.host_memory)
     mode, pool_bytes = lora_config.mode, lora_config.lora_pool_bytes
-    room = MemoryBudget(backend.limits, _ADAPTER_BYTES if pool_bytes is None else pool_bytes)
+    room = MemoryBudget(backend.limits, ADAPTER_BYTES if pool_bytes is None else pool_bytes)
     manager = AdapterManager(
         backend,
         room,

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,8 @@ def ran(language: str, text: str, url: str) -> str:
         names: dict[str, Any] = {}
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(text, "<page>", "exec"), names)
-        names["client"].close()
+        if "client" in names:
+            names["client"].close()
         return printed.getvalue()
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line]
     assert all(line.startswith((*RUN, *NOT_RUN)) for line in lines), lines
@@ -136,11 +138,23 @@ def test_every_block_to_copy_works_in_its_order(page: Path, server: Server, voca
         ("/v1/messages", "Arrr, matey! Th' sea "),
         ('"tool_choice": "required"', '"name":"look_up","arguments":"'),
         ('"text_2": ["Blue is the sea.", "A contract."]', '"score":0.8'),
+        ("def adapter_bytes", "80.0\n"),
+        ("/v1/adapters/json", f'"bytes":{8 * 3392 * 4 * 4}'),  # rank 4 counts as 8; inputs + outputs; layers; fp32
     ],
 )
 def test_examples_answers_are_those_that_a_reader_expects(example: str, answer: str, server: Server) -> None:
     (block,) = {block for page in PAGES for block in blocks(page) if example in block[1]}
     assert answer in ran(*block, server.url)
+
+
+def test_the_alerts_of_the_checklist_ask_for_metrics_that_there_are(server: Server) -> None:
+    text = (ROOT / "docs" / "production.md").read_text(encoding="utf-8")
+    asked = set(re.findall(r"\b(?:vllm|caraserve):[a-z_]+", "".join(re.findall(r"^ +expr: .*$", text, re.MULTILINE))))
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        families = set(re.findall(r"^# TYPE (\S+) ", response.read().decode(), re.MULTILINE))
+    assert len(asked) > 5
+    with_peers = {"caraserve:background_task_up"}
+    assert {re.sub(r"_(bucket|count)$", "", name) for name in asked} - with_peers <= families
 
 
 def test_the_check_of_the_page_finds_the_projects_environment_and_names_a_folder_that_cannot_be(tmp_path: Path) -> None:

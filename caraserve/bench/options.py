@@ -21,7 +21,7 @@ from caraserve.bench.workload.traces import RateTrace, Trace, parse_trace
 from caraserve.errors import ConfigError
 
 TARGETS = {"qkv": MODULES[:3], "all": MODULES}
-_LENGTHS, _RATE, _REQUESTS, _ADAPTERS, _RANKS = "fixed:128/32", 1.0, 100, 8, (8, 16, 32, 64)
+_LENGTHS, _RATE, _REQUESTS, _ADAPTERS, _RANKS = "fixed:128/32", 2.0, 50, 8, (8, 16, 32, 64)  # half a minute
 _LEAST_SCALED_REQUESTS = 100  # with fewer there is no 99th percentile
 _MOST_SCALED_ADAPTERS = 512  # more would only be more files
 _VLLM_METRIC = {"e2el": "e2e"}

@@ -94,17 +94,20 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _text(live: RunProgress, started_s: float, time_left: TimeLeft | None) -> str:
-    """Returns the text beside the progress bar."""
-    rate = live.done / max(time.monotonic() - started_s, 1e-9)
-    parts = [f"{live.done}/{live.total}", f"{rate:.1f} requests/s"]
-    if recent := sorted(live.recent_ttft_s):
-        p50, p99 = (1000 * recent[int(share * (len(recent) - 1))] for share in (0.5, 0.99))
-        parts.append(f"TTFT p50 {p50:.0f} ms, p99 {p99:.0f} ms")
-    if live.failed:
-        parts.append(f"{live.failed} failed")
+def progress_text(live: RunProgress, elapsed_s: float, sent_after_s: float, time_left: TimeLeft | None) -> str:
+    """Returns the text beside the progress bar. `sent_after_s`: from the start until the last request is sent."""
+    rate = live.done / max(elapsed_s, 1e-9)
+    parts = [f"{live.done}/{live.total}"]
     if time_left is not None:
         parts.append(time_left.position())
+    elif live.done:  # a server that falls behind ends later than the load is sent
+        left_s = max(sent_after_s - elapsed_s, (live.total - live.done) / rate)
+        parts.append(f"about {shown_duration(left_s)} left")
+    parts.append(f"{rate:.1f} requests/s")
+    if recent := sorted(live.recent_ttft_s):
+        parts.append(f"median TTFT {1000 * recent[len(recent) // 2]:.0f} ms")
+    if live.failed:
+        parts.append(f"{live.failed} failed")
     return " · ".join(parts)
 
 
@@ -140,7 +143,7 @@ class BenchmarkRunner:
             if not self._console.is_terminal:
                 position = "" if self.time_left is None else f"; {self.time_left.position()}"
                 self.log(f"{label}: sending {player.live.total} requests{position}")
-            with self._showing(label, player.live) as shown:
+            with self._showing(label, player.live, workload) as shown:
                 watching = asyncio.create_task(report_progress(player, shown, _SHOW_S))
                 try:
                     run = await player.play()
@@ -177,25 +180,28 @@ class BenchmarkRunner:
         return replace(self._settings, max_concurrency=concurrency, seed=secrets.randbits(63))
 
     @contextmanager
-    def _showing(self, label: str, live: RunProgress) -> Iterator[Callable[[RunProgress], None]]:
+    def _showing(self, label: str, live: RunProgress, workload: Workload) -> Iterator[Callable[[RunProgress], None]]:
         """Yields a function that shows progress, from the event loop's thread."""
         columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[text]}")
         started_s = logged_s = time.monotonic()
+        sent_after_s = max((one.at_s for one in workload.requests), default=0.0)
+
+        def text(live: RunProgress) -> str:
+            return progress_text(live, time.monotonic() - started_s, sent_after_s, self.time_left)
+
         if not self._console.is_terminal:
 
             def log(live: RunProgress) -> None:
                 nonlocal logged_s
                 if (now_s := time.monotonic()) - logged_s >= _LOG_S:
                     logged_s = now_s
-                    self.log(f"{label}: {_text(live, started_s, self.time_left)}")
+                    self.log(f"{label}: {text(live)}")
 
             yield log
             return
         with Progress(*columns, console=self._console, transient=True, auto_refresh=False) as progress:
-            task = progress.add_task(label, total=live.total, text=_text(live, started_s, self.time_left))
-            yield lambda live: progress.update(
-                task, completed=live.done, text=_text(live, started_s, self.time_left), refresh=True
-            )
+            task = progress.add_task(label, total=live.total, text=text(live))
+            yield lambda live: progress.update(task, completed=live.done, text=text(live), refresh=True)
 
 
 @contextmanager

@@ -87,7 +87,7 @@ FLAGS = (
     _any("--lora-eviction-policy", "adapters leave a cache by how often they are requested and how long a load takes"),
     _switch("--fully-sharded-loras", "an adapter is on one device, so there is nothing to shard"),
     _switch("--specialize-active-lora", "each adapter of a batch costs its own rank only"),
-    _switch("--enable-lora-bias", "adapters with biases are refused one by one"),
+    _switch("--enable-lora-bias", "adapters with a bias of B are always served"),
     _switch("--enable-lora-overlap-loading", "other requests go on while an adapter loads; see --loading-mode"),
     _switch("--lora-strict-loading", "adapters that cannot be applied exactly are always refused"),
     # Which model
@@ -98,9 +98,9 @@ FLAGS = (
           "`hf download MODEL --revision REVISION --local-dir DIR` and serve DIR"),
     _refused("--tokenizer --hf-config-path", "tokenizer and config.json are read from the model's folder"),
     _refused("--hf-overrides --rope-scaling --rope-theta", "edit config.json in the model's folder"),
-    _only("--quantization -q", "none None null compressed-tensors", "weights are not quantised at the start; a "
-          "checkpoint that is in fp8 or int8 already is recognised by its config.json, without this option, and other "
-          "formats are not read", "config.json says how the checkpoint is quantised"),
+    _only("--quantization -q", "none None null compressed-tensors gptq gptq_marlin awq awq_marlin gguf mxfp4",
+          "weights are not quantised at the start; leave the option out for a checkpoint that is quantised already",
+          "the checkpoint's files say how it is quantised"),
     _only("--tokenizer-mode", "auto hf fast", "only tokenizer.json is read"),
     _only("--config-format", "auto hf", "only config.json is read"),
     _any("--model-impl --vllm-model-impl", "there is one implementation"),
@@ -111,7 +111,7 @@ FLAGS = (
     _only("--generation-config", "auto", "defaults of sampling are those of generation_config.json; send others with "
           "each request"),
     _refused("--override-generation-config", "edit generation_config.json, or send the fields with each request"),
-    _any("--limit-mm-per-prompt", "only text models are served"),
+    _any("--limit-mm-per-prompt", "requests with images are refused, and models with images are served for text"),
     # Devices, memory, batches
     _only("--tensor-parallel-size -tp --tp --tp-size --pipeline-parallel-size -pp --pp-size --data-parallel-size -dp "
           "--dp-size --data-parallel-size-local --nnodes --api-server-count --prefill-context-parallel-size "

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from caraserve.backend_factory import check_options, dtype_of
+from caraserve.cli.memory_need import MemoryNeed
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.cpu.kernel_cache import has_kernels
 from caraserve.errors import CaraServeError, ConfigError, ModelLoadError
@@ -55,9 +56,7 @@ from caraserve.util.units import human_bytes
 State = Literal["ok", "warning", "problem"]
 _STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 _NEWEST_PYTHON = (3, 14)  # newest that numba has wheels for
-_ALL_WELL = (
-    "all is well. Only a start reads weights, compiles kernels, and shows whether caches and adapters fit into memory"
-)
+_ALL_WELL = "all is well. Only a start reads weights, compiles kernels, and reads adapters"
 _LEAST_FREE_BYTES = 1 << 30  # below it, the demo and the compiler of its kernels are short of memory
 
 
@@ -241,6 +240,8 @@ def _configured(machine: MachineFacts, configs: Configs) -> Iterator[Finding]:
     yield _checked("model", lambda: _model(model, room_bytes))
     plan = _plan_of(model)
     yield _checked("options", lambda: _options(plan, model, configs.engine, lora, device))
+    if plan is not None and device:
+        yield from _memory_need(machine, plan, model, configs.engine, lora, room_bytes)
     yield _checked("files", lambda: _files(configs.engine, lora, configs.cluster))
     yield _checked("adapters", lambda: _adapters(plan, model, lora))
     yield from _left_out(plan, model, lora)
@@ -298,6 +299,35 @@ def _options(plan: DecoderPlan | None, model: ModelConfig, engine: EngineConfig,
         return "not checked without a model and a device"
     check_options(plan, model, engine, lora, device)
     return f"the model on {device} takes them"
+
+
+def _memory_need(
+    machine: MachineFacts,
+    plan: DecoderPlan,
+    model: ModelConfig,
+    engine: EngineConfig,
+    lora: LoraConfig,
+    room_bytes: int | None,
+) -> Iterator[Finding]:
+    """Yields what the server takes of the memory. `room_bytes`: what is free; None: it is a GPU's."""
+    try:
+        if room_bytes is None:
+            assert machine.gpu is not None
+            need = MemoryNeed.on_gpu(plan, model, engine, machine.gpu.total_bytes)
+        else:
+            need = MemoryNeed.on_cpu(plan, model, engine, lora, room_bytes)
+    except CaraServeError:  # the line before says it
+        return
+    if need.weights_bytes > need.room_bytes and room_bytes is not None:
+        return  # a line before says it
+    if need.least_bytes > need.room_bytes:
+        advice = "that is too little; lower --max-model-len or --kv-cache-bytes, or choose smaller weights"
+        yield Finding("sizes", "problem", str(need), advice)
+    elif need.most_bytes > need.room_bytes:
+        advice = "full caches do not fit: lower --max-host-adapters-bytes, --lora-pool-bytes or --kv-cache-bytes"
+        yield Finding("sizes", "warning", str(need), advice)
+    else:
+        yield Finding("sizes", "ok", str(need))
 
 
 def _files(engine: EngineConfig, lora: LoraConfig, cluster: ClusterConfig) -> str:

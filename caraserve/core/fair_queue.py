@@ -64,13 +64,14 @@ class FairQueue(Generic[W]):
     def __init__(self, priority: Callable[[W], int] = lambda item: 0) -> None:
         self._priority = priority
         self._queues: dict[str, dict[Tenant, deque[W]]] = {}
+        self._length = 0
         self._clients: _Counters[str] = _Counters()
         self._users: _Counters[Tenant] = _Counters()
         self._last_client = 0.0  # the counter of the last client served, at that time
         self._last_user: dict[str, float] = {}  # by client: the same of its users
 
     def __len__(self) -> int:
-        return sum(map(self.count, self._queues))
+        return self._length  # kept, as it is read several times for each new request: 1,000 clients take 1 ms to count
 
     def __iter__(self) -> Iterator[W]:
         for users in self._queues.values():
@@ -99,6 +100,7 @@ class FairQueue(Generic[W]):
             if self._clients.are_too_many:
                 self._clients.keep(self._queues)
                 self._last_user = {name: last for name, last in self._last_user.items() if name in self._queues}
+        self._length += 1
         users = self._queues[tenant.client]
         if tenant not in users:
             self._users.lift(tenant, users, self._last_user.get(tenant.client, 0.0))
@@ -155,6 +157,7 @@ class FairQueue(Generic[W]):
     def pop(self, tenant: Tenant) -> W:
         """Removes and returns the tenant's first item."""
         item = self._queues[tenant.client][tenant].popleft()
+        self._length -= 1
         self._last_client = self._clients.of(tenant.client)
         self._last_user[tenant.client] = self._users.of(tenant)
         self._drop_empty(tenant)
@@ -163,6 +166,7 @@ class FairQueue(Generic[W]):
     def remove(self, tenant: Tenant, item: W) -> None:
         """Removes an item at any place. Raises ValueError if it is not in the queue."""
         self._queues.get(tenant.client, {}).get(tenant, deque[W]()).remove(item)
+        self._length -= 1
         self._drop_empty(tenant)
 
     def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int) -> None:

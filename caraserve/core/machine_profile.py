@@ -323,8 +323,12 @@ class Profile:
             raise ConfigError(f"the profile cannot be written to {path}: {error.strerror}") from None
 
 
+class OtherSchema(ConfigError):
+    """The error of a profile that another version has written."""
+
+
 def load(path: Path) -> Profile:
-    """Reads a profile that `save` wrote. Raises ConfigError for a damaged file or one of another version."""
+    """Reads a profile that `save` wrote. Raises ConfigError for a damaged file, or OtherSchema."""
     again = "run `caraserve profile` again"
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -333,7 +337,7 @@ def load(path: Path) -> Profile:
     except (ValueError, RecursionError):
         raise ConfigError(f"the profile {path} is not valid JSON; {again}") from None
     if isinstance(fields, dict) and fields.get("schema", SCHEMA) != SCHEMA:
-        raise ConfigError(
+        raise OtherSchema(
             f"the profile {path} has schema {fields['schema']!r:.20}, this version reads {SCHEMA}; {again}"
         )
     try:

@@ -1,7 +1,7 @@
 """How this package compiles: one set of Numba options, and an on-disk cache that notices every change.
 
-`kernel` is for functions called from compiled code, `entry` for the few that Python calls: only those are cached on
-disk, with all they call linked in.
+`kernel` is for functions that only compiled code calls and that make no arrays, `entry` for the few that Python calls:
+only those are cached on disk, with all they call linked in.
 """
 
 import contextlib
@@ -24,15 +24,13 @@ os.environ["NUMBA_CACHE_DIR"] = str(kernel_folder())
 os.environ.setdefault("NUMBA_OPT", "1")
 numba.config.reload_config()
 
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+# Without wrappers for Python and without counting references to arrays, which took a fifth of the time to compile all.
+_KERNEL: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False, **OPTIONS}
 
-kernel: Callable[..., Any] = numba.njit(**_OPTIONS)
-# For functions of many arrays that compiled code calls: without wrappers for Python and without counting references to
-# the arrays, either of which can take longer than the function itself. They may not make arrays.
-_INNER: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False, **_OPTIONS}
-inner: Callable[..., Any] = numba.njit(**_INNER)
-reduction: Callable[..., Any] = numba.njit(fastmath={"reassoc", "nsz"}, **_OPTIONS)  # sums that may be vectorised
-entry: Callable[..., Any] = numba.njit(cache=True, **_OPTIONS)
+kernel: Callable[..., Any] = numba.njit(**_KERNEL)
+reduction: Callable[..., Any] = numba.njit(fastmath={"reassoc", "nsz"}, **_KERNEL)  # sums that may be vectorised
+entry: Callable[..., Any] = numba.njit(cache=True, **OPTIONS)
 
 
 class _Ends(event.Listener):  # type: ignore[misc, unused-ignore]
@@ -54,19 +52,14 @@ def counting(compiled: Callable[[], None]) -> Iterator[None]:
 
 def callee(function: Callable[..., Any]) -> None:
     """Lets compiled code call a function that stays plain Python for all other callers."""
-    numba.extending.register_jitable(**_OPTIONS)(function)
-
-
-def inner_callee(function: Callable[..., Any]) -> None:
-    """Like `callee`, for a function that is compiled like one of `inner`."""
-    numba.extending.register_jitable(**_INNER)(function)
+    numba.extending.register_jitable(**_KERNEL)(function)
 
 
 def compiled_for(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Returns a decorator for what compiled code calls in place of a function of plain Python."""
 
     def replace(compiled: Callable[..., Any]) -> Callable[..., Any]:
-        numba.extending.overload(function, jit_options=_INNER, strict=False)(lambda *arguments: compiled)
+        numba.extending.overload(function, jit_options=_KERNEL, strict=False)(lambda *arguments: compiled)
         return compiled
 
     return replace

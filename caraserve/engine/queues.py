@@ -119,7 +119,8 @@ class RequestQueues:
                 active.holds_adapter = True
                 self._manager.acquire(active.adapter, self._prefill_of(active, begins_s, iteration_s))
             self.loading.append(active)
-        if self.waiting and self._prefetching:
+        # While many wait, a new one is seldom among the next, and each look at 4,000 clients takes 1 ms.
+        if self.waiting and self._prefetching and (preempts or len(self.waiting) <= _PREFETCHED):
             self._read_ahead()
 
     def _preempt_for_others(self) -> Tenant | None:

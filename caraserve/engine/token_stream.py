@@ -44,14 +44,15 @@ class TokenStream:
         unread.parts.append(ref(self))
 
     def write_with(self, write: Callable[[str, int], bool]) -> None:
-        """Passes the text and the number of further tokens to `write`, as long as no delta waits for the reader, who
+        """Passes the text and the number of further tokens to `write`, as long as the reader has no delta to send, who
         gets them where that returns False."""
         self._write = write
 
     def put_text(self, text: str, token_ids: tuple[int, ...]) -> None:
         """Adds tokens without scores, the last one not among them. They are written to the client at once where that is
         possible: waking the reader takes longer than all else that a token needs."""
-        if self._write is None or self._pending or not self._write(text, len(token_ids)):
+        waits = self._pending or self._taken_bytes  # for the reader, which may rest before it sends what it has taken
+        if self._write is None or waits or not self._write(text, len(token_ids)):
             self.put(TokenDelta(text, token_ids))
 
     def put(self, delta: TokenDelta) -> None:

@@ -6,10 +6,10 @@ cancels them.
 
 import logging
 import re
+import secrets
 import socket
 import ssl
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -146,7 +146,7 @@ async def _handle(request: web.Request, handler: _Handler) -> web.StreamResponse
     """Gives a request its id, answers it, then logs and counts it."""
     context = request.app[CONTEXT]
     given = request.headers.get("X-Request-Id", "")
-    request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
     request[SUMMARY] = RequestSummary()
     status_code, response = CLIENT_LEFT, None
     tracer = request.app.get(TRACER)

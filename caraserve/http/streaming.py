@@ -149,10 +149,12 @@ class EventStream:
 
     @property
     def takes_more(self) -> bool:
-        """Whether events written now go to the client's socket: it has received some, is there, and reads them."""
+        """Whether events written now go to the client's socket: it has received some, but not the stream's end, is
+        there, and reads them."""
         transport = self._request.transport
         return (
             self.started
+            and not self.ended
             and transport is not None
             and not (transport.is_closing() or self._request.protocol.writing_paused)
         )

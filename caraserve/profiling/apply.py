@@ -12,6 +12,7 @@ from caraserve.config import LOADING_MODES, EngineConfig, LoraConfig, ModelConfi
 from caraserve.core.machine_profile import (
     ASSUMED_HANDOFF_MS,
     LEAST_HANDOFF_MS,
+    OtherSchema,
     Profile,
     Targets,
     default_path,
@@ -189,7 +190,10 @@ def _load(path: Path, *, required: bool) -> Profile | None:
     except ConfigError as error:
         if required:
             raise
-        log.warning("%s; this machine is measured again", error.message)
+        if isinstance(error, OtherSchema):
+            log.info("the profile %s is of another version; this machine is measured again", path)
+        else:
+            log.warning("%s; this machine is measured again", error.message)
         return None
 
 

@@ -52,9 +52,9 @@ async def check(page: Browser, program: str, where: str) -> None:
     await page.run(f"window.axe ? 0 : (() => {{ {program} }})()")
     found = json.loads(
         await page.run(
-            "axe.run(document, { resultTypes: ['violations'], preload: false }).then(({ violations }) => "
-            "JSON.stringify("
-            "violations.map(({ id, help, nodes }) => [id, help, nodes.map(one => one.html.slice(0, 200))])))"
+            "axe.run(document, { resultTypes: ['violations'], preload: false })"
+            ".then(({ violations }) => JSON.stringify(violations.map("
+            "({ id, help, nodes }) => [id, help, nodes.map(one => one.html.slice(0, 200))])))"
         )
     )
     if found:

@@ -49,6 +49,8 @@ class Browser:
                 message = await self._socket.receive_json(timeout=_COMMAND_S)
             except TimeoutError:
                 raise Failed(f"the browser does not answer {method} in {_COMMAND_S:.0f} s") from None
+            except aiohttp.WSMessageTypeError:
+                raise Failed(f"the browser has ended before {method}") from None
             if message.get("id") == self._number:
                 if "error" in message:
                     raise Failed(f"{method}: {message['error']['message']}")

@@ -64,7 +64,11 @@ async def say(page: Browser, prompt: str) -> list[dict[str, Any]]:
     """Sends a prompt and returns the answers of the last turn when they have ended."""
     await page.write("#prompt", prompt)
     await page.press("Enter")
-    await page.until(f"document.querySelector('#prompt').value === '' && {_ENDED}", f"{prompt}: the answers do not end")
+    await page.until("document.querySelector('#prompt').value === ''", f"{prompt}: it is not sent")
+    try:
+        await page.until(_ENDED, "the answers do not end")
+    except Failed as error:
+        raise Failed(f"{prompt}: {error}: {await answers(page)}") from None
     return await answers(page)
 
 

@@ -63,6 +63,9 @@ async def upload(page: Browser) -> None:
     await page.choose_files("#upload-files", files[:1])
     missing = "adapter_model.safetensors is not among the 1 files"
     await page.until(f"document.querySelector('#upload-said').textContent === '{missing}'", "half a folder is taken")
+    await page.choose_files("#upload-folder", [adapters_folder() / "json"])
+    named = "document.querySelector('#upload-name').value === 'json'"
+    await page.until(f"{named} && document.querySelectorAll('#upload-chosen li').length === 2", "no folder is taken")
     await page.choose_files("#upload-files", files)
     await page.write("#upload-name", "my-adapter")
     await page.run("document.querySelector('#upload-send').click()")

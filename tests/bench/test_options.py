@@ -22,9 +22,10 @@ def load(*words: str) -> LoadOptions:
     return LoadOptions.from_args(parsed(*words))
 
 
-def test_the_default_load_has_100_requests_of_128_and_32_tokens() -> None:
-    workload = build(load().spec())
-    assert [(each.prompt_tokens, each.output_tokens) for each in workload.requests] == [(128, 32)] * 100
+def test_the_default_load_is_sent_in_half_a_minute() -> None:
+    requests = build(load().spec()).requests
+    assert [(each.prompt_tokens, each.output_tokens) for each in requests] == [(128, 32)] * 50
+    assert 15 < requests[-1].at_s < 35
 
 
 def test_options_with_vllms_names_have_vllms_meaning() -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from caraserve.bench.runner import TimeLeft, shown_duration
+from caraserve.bench.client.player import RunProgress
+from caraserve.bench.runner import TimeLeft, progress_text, shown_duration
 
 
 class Clock:
@@ -54,3 +55,17 @@ def test_where_answers_decide_how_long_a_run_takes_the_first_one_tells() -> None
 )
 def test_durations_are_as_exact_as_a_prediction(seconds: float, shown: str) -> None:
     assert shown_duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("done", "elapsed_s", "sent_after_s", "left"),
+    [
+        (40, 10.0, 25.0, "about 15 s left"),  # as the schedule says
+        (20, 10.0, 25.0, "about 40 s left"),  # the server falls behind it
+        (80, 10.0, 0.0, "about 2 s left"),  # all are sent at once
+    ],
+)
+def test_a_single_run_says_when_it_ends(done: int, elapsed_s: float, sent_after_s: float, left: str) -> None:
+    live = RunProgress(total=100, done=done, failed=1, recent_ttft_s=[0.01, 0.02, 0.5])
+    shown = progress_text(live, elapsed_s, sent_after_s, None)
+    assert shown == f"{done}/100 · {left} · {done / elapsed_s:.1f} requests/s · median TTFT 20 ms · 1 failed"

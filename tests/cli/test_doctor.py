@@ -39,7 +39,7 @@ SERVER = MachineFacts(
     packages=NONE,
 )
 ALL = Installed("torch 2.11", 13, 13, triton=True)
-A100 = Gpu("NVIDIA A100", 80, 13000)
+A100 = Gpu("NVIDIA A100", 80, 13000, 80 << 30)
 
 
 def configs(*words: str) -> Configs:
@@ -66,7 +66,7 @@ def test_nothing_is_wrong_with_a_server_without_a_gpu_and_the_demo() -> None:
     assert [finding.what for finding in findings] == [
         *("Python", "CPU", "memory", "shared memory", "kernel cache"),
         *("GPU", "torch", "CuPy", "Triton", "device"),
-        *("address", "model", "options", "files", "adapters"),
+        *("address", "model", "options", "sizes", "files", "adapters"),
     ]
 
 
@@ -149,6 +149,25 @@ def test_quantised_weights_are_counted_as_the_device_stores_them(tmp_path: Path)
     assert here.found == gpu.found
     assert here.found.endswith(f"weights of {human_bytes(plan.weight_bytes(2))} (fp8)")
     assert plan.weight_bytes(2) < 2 * plan.num_parameters
+
+
+SIZES = {
+    "defaults": ((), {}, "ok", "KV cache 8.0 GiB (4,194,304 tokens), adapters at most 5.0 GiB: 13.0 GiB of 40.0 GiB"),
+    "full caches": (("--max-host-adapters-bytes", "40GiB"), {}, "warning", "adapters at most 41.0 GiB: 49.0 GiB of"),
+    "KV cache": (("--kv-cache-bytes", "41GiB"), {}, "problem", "KV cache 41.0 GiB"),
+    "container": ((), {"limit_bytes": 12 * GIB}, "warning", "of 12.0 GiB"),
+    "GPU": ((), {"gpu": A100, "packages": ALL}, "ok", "of 72.0 GiB; about 72.0 GiB left"),
+    "small GPU": ((), {"gpu": replace(A100, total_bytes=1 << 20), "packages": ALL}, "problem", "about 0 B left"),
+}
+
+
+@pytest.mark.parametrize(("words", "facts", "state", "says"), SIZES.values(), ids=SIZES)
+def test_what_the_server_takes_of_the_memory_is_told_before_it_starts(
+    words: tuple[str, ...], facts: dict[str, Any], state: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("caraserve.backend_factory.free_bytes", lambda: 40 * GIB)
+    finding = found("sizes", *words, **facts)
+    assert (finding.state, says in finding.found) == (state, True), finding
 
 
 def test_adapters_are_counted_and_a_missing_one_is_a_problem() -> None:

@@ -119,7 +119,6 @@ def test_only_options_without_effect_are_noted_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
-        (["--quantization", "awq"], "other formats are not read"),
         (["--quantization", "fp8"], "not quantised at the start"),
         (["--task", "transcription"], "transcription"),
         (["--backend", "huggingface"], "by no other library"),
@@ -146,6 +145,7 @@ def test_unsupported_options_are_refused_with_advice(words: list[str], instead: 
         (["--task", "embed"], "/v1/embeddings"),
         (["--runner", "pooling"], "/v1/embeddings"),
         (["--reasoning-parser", "deepseek_r1"], "chat template"),
+        (["--quantization", "awq"], "how it is quantised"),
         (["--tool-parser-plugin", "x.py"], "no code is loaded"),
         (["--guided-decoding-backend", "xgrammar"], "llguidance"),
         (["--lora-eviction-policy", "lru"], "how often they are requested"),

@@ -99,7 +99,15 @@ def test_items_that_are_not_ready_are_passed_over_with_all_behind_them() -> None
 def test_an_item_can_be_removed_from_the_middle() -> None:
     queue = queue_of(*(("t", item) for item in "abc"))
     queue.remove(Tenant("t"), "b")
-    assert list(queue) == ["a", "c"]
+    with pytest.raises(ValueError, match="not in"):
+        queue.remove(Tenant("t"), "b")
+    assert (list(queue), len(queue)) == (["a", "c"], 2)
+
+
+def test_an_item_that_is_put_back_is_the_next_one_again() -> None:
+    queue = queue_of(*(("t", item) for item in "ab"))
+    queue.put_back(Tenant("t"), queue.pop(Tenant("t")))
+    assert (list(queue), len(queue)) == (["a", "b"], 2)
 
 
 def test_upcoming_items_are_the_first_of_every_client_then_the_second_of_every_client() -> None:

@@ -26,6 +26,7 @@ from caraserve.model.formats.int8 import Int8
 from caraserve.model.formats.scaled_codes import Inputs
 from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import align_up
+from tests.cpu.as_python import callable_from_python
 from tests.plans.made_up import Tensors
 
 DTYPES = (Dtype.F32, Dtype.BF16, Dtype.F16)
@@ -250,6 +251,7 @@ def test_fp16_weights_are_rounded_alike_with_and_without_f16c(monkeypatch: pytes
     _, store = simd.weight_ops(simd.DTYPE_F16)
     vload = simd.vload
 
+    @callable_from_python
     @kernel
     def narrow(x, count, y):  # type: ignore[no-untyped-def]
         for i in range(0, count, 16):

@@ -7,15 +7,15 @@ import pytest
 from numpy.typing import NDArray
 
 from caraserve.core.batch import SlotSampling
-from caraserve.cpu.sampling import (
-    SLOT_SAMPLING,
-    all_finite,
-    best_tokens,
-    choose,
-    log_sum_exp,
-    rank_of,
-    write_sampling,
-)
+from caraserve.cpu import sampling
+from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
+from tests.cpu.as_python import callable_from_python
+
+all_finite = callable_from_python(sampling.all_finite)
+best_tokens = callable_from_python(sampling.best_tokens)
+choose = callable_from_python(sampling.choose)
+log_sum_exp = callable_from_python(sampling.log_sum_exp)
+rank_of = callable_from_python(sampling.rank_of)
 
 VOCAB = 50
 _DEFAULTS: dict[str, Any] = {

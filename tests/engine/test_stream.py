@@ -53,8 +53,14 @@ async def test_text_is_written_past_the_reader_until_it_cannot_be_and_comes_in_o
     stream.put_text("b", (3,))  # it cannot be written now
     stream.put_text("c", (4,))  # nor may this one, before what is pending
     assert await anext(stream) == TokenDelta("bc", (3, 4))
-    stream.put_text("d", (5,))
-    assert written == ["a2", "d1"]
+    stream.put_text("d", (5,))  # the reader may not have sent the text before it yet
+    assert await anext(stream) == TokenDelta("d", (5,))
+    reading = asyncio.create_task(gathered(stream))
+    await asyncio.sleep(0)
+    stream.put_text("e", (6,))
+    assert written == ["a2", "e1"]
+    stream.put(TokenDelta("", (), finish=FINISH))
+    await reading
 
 
 async def test_after_the_finish_the_stream_stays_ended() -> None:

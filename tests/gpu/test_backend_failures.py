@@ -17,6 +17,8 @@ from caraserve.gpu.memory.adapters import DeviceImages
 from caraserve.gpu.memory.copier import AdapterCopier
 from caraserve.gpu.memory.pool import DevicePool
 from caraserve.loop import Engine
+from caraserve.lora.adapter import Adapter, AdapterTier
+from caraserve.lora.start_policy import AwaitedPrefill, PrefillStart
 from tests.gpu.answers import Asked, check, run_server
 from tests.gpu.host_backend import Host
 from tests.oracle.models import prompt_of
@@ -107,8 +109,14 @@ def test_an_adapter_that_cannot_be_placed_fails_no_request_beside_its_own(
                 adapters_beside.append(len(slots) - 1)
             launch(batch, observed)
 
+        def at_once(adapter: Adapter, prefill: AwaitedPrefill, *, may_assist: bool) -> PrefillStart | None:
+            if adapter.tier not in (AdapterTier.COPYING, AdapterTier.DEVICE):
+                return None
+            return PrefillStart(prefill.begins_s, assist=False)  # though its layers are not expected in time
+
         for prompt, name in asked:  # all others are on the device
             await submit(engine, prompt, name, max_tokens=1)
+        monkeypatch.setattr(engine.catalog.manager.arrivals, "start_of", at_once)
         monkeypatch.setattr(DeviceImages, "_write_column", fail_for_r8)
         monkeypatch.setattr(host.backend, "load_adapter", load_later)
         monkeypatch.setattr(host.backend, "launch", watched)

@@ -10,12 +10,14 @@ from caraserve.core.batch import SlotSampling
 from caraserve.core.grammar import mask_words
 from caraserve.core.outputs import SAMPLE, SAMPLE_MASKED
 from caraserve.core.request import MAX_LOGPROBS
-from caraserve.cpu.sampling import SLOT_SAMPLING, choose, write_sampling
+from caraserve.cpu import sampling
+from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.gpu.kernels.paged_cache import TokenTables
 from caraserve.gpu.kernels.sampling import MaskedRows, Outputs, SamplerState, sample, score
 from scripts.laboratory.gpu.accelerator import Accelerator
 from scripts.laboratory.gpu.results import WrongResult, check_close
 from scripts.laboratory.gpu.setup import CheckSetup
+from tests.cpu.as_python import callable_from_python
 
 _WAYS: tuple[dict[str, Any], ...] = (
     {},
@@ -25,6 +27,7 @@ _WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.2},
     {"logit_bias": ((11, 30.0), (12, 29.5))},
 )
+_choose = callable_from_python(sampling.choose)
 _KNOWN = 40  # tokens of each request's history
 
 
@@ -58,7 +61,9 @@ def check_sampling(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     copies, seen = np.zeros(vocab, np.float32), np.zeros(vocab, np.uint8)
     known = history.astype(np.int64)
     wanted = [
-        int(choose(values[row], _KNOWN, known[row], table[row], copies, seen, masks[row, : masks.shape[1] * (row % 2)]))
+        int(
+            _choose(values[row], _KNOWN, known[row], table[row], copies, seen, masks[row, : masks.shape[1] * (row % 2)])
+        )
         for row in range(rows)
     ]
     if outputs.chosen.tolist() != wanted or state.history[:, _KNOWN + 1].tolist() != wanted:

@@ -216,11 +216,13 @@ class FakeStream:
         self.reached = PHASES
         self.taken = 0
         self.num_computed: Callable[[], int] = int
+        self.write: Callable[[str, int], bool] | None = None
         self._deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
         self._ended = False
 
     def write_with(self, write: Callable[[str, int], bool]) -> None:
-        """Passes nothing to `write`: the reader gets all that is fed."""
+        """Passes nothing to `write`, which tests may call: the reader gets all that is fed."""
+        self.write = write
 
     def served_by(self) -> str:
         return "org/base" if self.request.adapter is None else f"{self.request.adapter}@{self._digest}"

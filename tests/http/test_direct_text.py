@@ -10,9 +10,13 @@ from typing import Any
 import aiohttp
 import pytest
 
+from caraserve.core.request import TokenDelta
+from caraserve.errors import BackendFailed
 from caraserve.http.direct_text import DirectText
 from caraserve.http.generation import Generation
 from caraserve.http.streaming import EventStream
+from tests.http.fake_engine import FakeEngine
+from tests.http.serving import serving as fake_serving
 from tests.http.test_stream_interval import serving
 
 _MESSAGES = [{"role": "user", "content": "Tell me about the sea. \u2615"}]
@@ -115,6 +119,23 @@ async def test_text_that_a_slow_client_cannot_take_is_sent_later_in_order(monkey
         monkeypatch.setattr(EventStream, "takes_more", property(lambda one: chance.random() < 0.5 and takes_more(one)))
         assert texts_of(await body_of(session, "/v1/completions", fields)) == expected
     assert all(len(text) > 100 for text in expected.values())
+
+
+async def test_text_that_cannot_be_written_is_no_error_of_the_engine_and_none_follows_the_streams_end() -> None:
+    fake = FakeEngine(script=lambda request: [TokenDelta("x", (1,))])
+    fields = {"prompt": ["ab", "cd"], "stream": True}
+    async with fake_serving(fake) as client:
+        async with client.session.post(client.url + "/v1/completions", json=fields) as answer:
+            first, second = await fake.submitted(2)
+            await answer.content.readuntil(b'"index":1')
+            assert second.write is not None
+            assert second.write("y", 1)
+            assert not second.write("\ud800", 1)  # no Unicode character
+            first.end(1, "error", BackendFailed("device lost"))
+            body = await answer.content.read()
+        assert b'"text":"y"' in body
+        assert not second.write("z", 1)  # an answer beside one that failed, not yet cancelled
+        assert (await client.get("/health")).status == 200  # over the same connection
 
 
 def texts_of(body: bytes) -> dict[int, str]:

@@ -1,6 +1,7 @@
 """Measuring a backend: what it is asked for is allowed, what it answers is found again, nothing stays behind."""
 
 import itertools
+import json
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from caraserve.cli.main import main
 from caraserve.core.backend import Limits
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, ScheduledRow, StepResult
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
-from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile, load, machine_key
+from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, SCHEMA, Profile, load, machine_key
 from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import BackendFailed, ConfigError
 from caraserve.model.dtype import Dtype
@@ -295,6 +296,26 @@ def test_a_saved_profile_without_a_hand_off_gets_it_when_there_are_workers(
     assert handoff_ms == pytest.approx(0.02)
     assert backend.most_ranks == {BASE_ADAPTER_SLOT: 0, 1: 8}  # nothing else was measured again
     assert start(0.9e-3)[0] == handoff_ms
+
+
+def test_a_saved_profile_of_another_version_is_replaced_and_that_is_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lora = lora_config({}, mode="auto", profile=None)
+
+    def start() -> Profile | None:
+        backend: Any = _Untimed(LARGE)
+        backend.start_workers = backend.use = lambda *values, **named: None
+        return prepare_machine(backend, spec(), model_config(tmp_path), engine_config(), lora, lambda: None)
+
+    start()
+    (saved,) = tmp_path.rglob("*.json")
+    saved.write_text(json.dumps(json.loads(saved.read_text()) | {"schema": SCHEMA - 1}))
+    with caplog.at_level("INFO", "caraserve.profiling.apply"):
+        assert start() == load(saved)
+    assert [record.levelname for record in caplog.records if "of another version" in record.message] == ["INFO"]
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_models_with_different_times_have_different_keys() -> None:

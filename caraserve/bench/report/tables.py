@@ -143,14 +143,14 @@ def _length(got: float, requested: float | None) -> str:
 def _group_table(title: str, kind: str, groups: Sequence[RequestGroup]) -> TextTable:
     judged = any(group.attainment is not None for group in groups)
     heads = ["rank"] if kind == "adapter" else ["adapters"]
-    heads += ["requests", "failed", "TTFT mean", "TTFT p95", "TPT mean", "E2E mean"]
+    heads += ["requests", "failed", "TTFT\nmean", "TTFT\np95", "TPT\nmean", "E2E\nmean"]  # names get the rest of 80
     rows = []
     for group in groups:
         second = str(group.members) if kind == "rank" else str(group.rank) if group.rank else NONE
         times = (group.ttft_mean_ms, group.ttft_p95_ms, group.tpt_mean_ms, group.e2e_mean_ms)
         row = [group.name, second, f"{group.requests:,}", str(group.failed), *(optional(value) for value in times)]
         rows.append([*row, percent(group.attainment)] if judged else row)
-    attained = ("SLO attainment",) if judged else ()
+    attained = ("SLO\nattainment",) if judged else ()
     return TextTable(f"{title}, ms", (kind, *heads, *attained), rows)
 
 

@@ -39,7 +39,7 @@ for _function in _FORMULA:
 _REPLACED = (policy_rules.write_estimate, policy_rules.below, policy_rules.sort_by_keys)  # by `routing`
 for _function in vars(policy_rules).values():
     if isinstance(_function, FunctionType) and _function not in _REPLACED:
-        jit.inner_callee(_function)
+        jit.callee(_function)
 
 # The modules of this folder with compiled code.
 _MODULES = ("adapter_cache", "batching", "compiled", "events", "fleet", "routing", "views")
@@ -63,7 +63,7 @@ def entry(function: Callable[..., Any]) -> Any:
     return jit.entry(function)
 
 
-kernel = jit.inner
+kernel = jit.kernel
 compiled_for = jit.compiled_for
 
 

@@ -34,11 +34,12 @@ _LOOK_S = 60.0  # timeout of the query: a driver without persistence mode takes 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The properties of a device that decide whether it is usable. CUDA 13.2 is 13020, compute capability 9.0 is 90."""
+    """A device, and what decides whether it is usable. CUDA 13.2 is 13020, compute capability 9.0 is 90."""
 
     name: str
     capability: int
     driver_version: int
+    total_bytes: int  # of its memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,12 @@ def _answer(library: str) -> dict[str, str | int] | str:
         if cuda.number("cuDeviceGetCount") == 0:
             return "the NVIDIA driver sees no GPU"
         device = cuda.number("cuDeviceGet", 0)
-        gpu = Gpu(cuda.text("cuDeviceGetName", device), capability(cuda, device), cuda.number("cuDriverGetVersion"))
+        gpu = Gpu(
+            name=cuda.text("cuDeviceGetName", device),
+            capability=capability(cuda, device),
+            driver_version=cuda.number("cuDriverGetVersion"),
+            total_bytes=cuda.number("cuDeviceTotalMem_v2", device),
+        )
     except DriverError as error:
         return f"the NVIDIA driver cannot be used: {error}"
     return asdict(gpu)

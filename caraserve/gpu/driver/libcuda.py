@@ -105,6 +105,7 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuDeviceGet": (POINTER(_Device), c_int),
     "cuDeviceGetName": (c_char_p, c_int, _Device),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, _Device),
+    "cuDeviceTotalMem_v2": (POINTER(c_size_t), _Device),
     "cuDeviceGetPCIBusId": (c_char_p, c_int, _Device),
     "cuDevicePrimaryCtxRetain": (POINTER(_Handle), _Device),
     "cuCtxSetCurrent": (_Handle,),

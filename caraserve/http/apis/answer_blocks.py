@@ -1,6 +1,6 @@
 """An answer as a row of blocks, which all chat APIs write: reasoning, texts, and calls of functions."""
 
-import uuid
+import secrets
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Block:
     kind: BlockKind
     name: str = ""
     call_id: str = ""
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
     parts: list[str] = field(default_factory=list)  # of the text so far
 
     @property

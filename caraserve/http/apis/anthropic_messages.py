@@ -1,7 +1,7 @@
 """POST /v1/messages, Anthropic's Messages API, and its count of tokens: reads a body as the fields of a chat,
 and writes its answers: a message, or its events; and the errors of that API."""
 
-import uuid
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -80,7 +80,7 @@ async def parse_message(fields: Fields, engine: Engine, find: AdapterFinder, cli
         raise InvalidRequest("max_tokens is required.", param="max_tokens")
     values = await _chat_values(fields)
     values |= _thinking(fields, (await _chat_format(values, engine, find, client)).reasoning_format)
-    message_id, chat_fields = f"msg_{uuid.uuid4().hex}", Fields(values, _names(fields))
+    message_id, chat_fields = f"msg_{secrets.token_hex(16)}", Fields(values, _names(fields))
     try:
         with client_names(chat_fields):
             # A limit beyond the context is lowered: clients, who must send one, choose it for models with a larger one.

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: makes a prompt of messages by the model's template, writes deltas in OpenAI's shape."""
 
 import dataclasses
-import uuid
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -57,7 +57,7 @@ MAX_NUMBERS = 1 << 16  # in lists of a body, of which a chat has few; a template
 async def parse_chat(fields: Fields, engine: Engine, find: AdapterFinder, client: Client) -> ApiRequest:
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, CHAT)
-    response_id = f"chatcmpl-{uuid.uuid4().hex}"
+    response_id = f"chatcmpl-{secrets.token_hex(16)}"
     chat = await parse_chat_fields(fields, engine, find, client, response_id)
     delivery, model = chat.common.delivery, chat.common.model
     names = TokenNames(engine.tokenizer, by_id=delivery.tokens_as_ids)

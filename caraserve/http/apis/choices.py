@@ -1,6 +1,6 @@
 """The format of completions and chat completions: the answers to a body are the entries of `choices`."""
 
-import uuid
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.tasks import in_turns
 
 _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
-_MARK = uuid.uuid4().hex  # a text that no model's name contains
+_MARK = secrets.token_hex(16)  # a text that no model's name contains
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ As for transformers' classifiers, a class's score is the product of its row with
 of the text's last token that is none of padding.
 """
 
-import uuid
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,7 +38,7 @@ async def parse_classify(fields: Fields, engine: Engine, find: AdapterFinder, cl
     prompts = input_prompts(fields, engine)
     texts = EmbeddedTexts.read(fields, engine, find, client)
     texts.adapter.refuse_classification()
-    response_id = f"classify-{uuid.uuid4().hex}"
+    response_id = f"classify-{secrets.token_hex(16)}"
     requests = await texts.requests(engine, response_id, prompts, reads_last=True)
     writer = ClassesWriter(response_head(response_id, "list", texts.model), uses_activation=uses_activation)
     return ApiRequest(requests, 1, stream=False, writer=writer)

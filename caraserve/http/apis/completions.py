@@ -5,8 +5,8 @@ Shares its parts with `chat.py`.
 
 import asyncio
 import dataclasses
+import secrets
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -134,7 +134,7 @@ async def parse_completion(fields: Fields, engine: Engine, find: AdapterFinder, 
             f"{len(prompts)} prompts with n={common.n} are over {MAX_CHOICES} answers; send several requests.",
             param="prompt",
         )
-    response_id, return_token_ids = f"cmpl-{uuid.uuid4().hex}", common.delivery.token_ids
+    response_id, return_token_ids = f"cmpl-{secrets.token_hex(16)}", common.delivery.token_ids
     requests: list[GenerateRequest] = []
     choices: list[CompletionChoice] = []
     names = TokenNames(engine.tokenizer, by_id=common.delivery.tokens_as_ids)

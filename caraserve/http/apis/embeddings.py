@@ -7,8 +7,8 @@ folder says (`model/sentence_format.py`). `classify.py` and
 
 import asyncio
 import base64
+import secrets
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -66,7 +66,7 @@ async def parse_embeddings(fields: Fields, engine: Engine, find: AdapterFinder, 
     normalize = body_fields.NORMALIZE.read(fields, default=engine.tokenizer.sentences.normalizes)
     prompts = input_prompts(fields, engine)
     texts = EmbeddedTexts.read(fields, engine, find, client)
-    response_id = f"embd-{uuid.uuid4().hex}"
+    response_id = f"embd-{secrets.token_hex(16)}"
     requests = await texts.requests(engine, response_id, prompts)
     head = response_head(response_id, "list", texts.model)
     writer = EmbeddingsWriter(head, dimensions, normalize=normalize, in_base64=in_base64)

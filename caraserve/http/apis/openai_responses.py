@@ -4,8 +4,8 @@ writes its answers: a response object, or typed events.
 Nothing is stored: clients send the whole conversation with every request.
 """
 
+import secrets
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +68,7 @@ async def parse_response(fields: Fields, engine: Engine, find: AdapterFinder, cl
     check_fields(fields, RESPONSES)
     values = await _chat_values(fields)
     metadata = _metadata(fields)
-    response_id = f"resp_{uuid.uuid4().hex}"
+    response_id = f"resp_{secrets.token_hex(16)}"
     chat_fields = Fields(values, _NAMES)
     with client_names(chat_fields):
         chat = await parse_chat_fields(chat_fields, engine, find, client, response_id)

@@ -4,7 +4,7 @@ With an adapter whose score head has one class, two texts are read as one, and t
 Scores have vLLM's shape; rankings have that of Jina and Cohere, the best document first.
 """
 
-import uuid
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -48,7 +48,7 @@ async def parse_score(fields: Fields, engine: Engine, find: AdapterFinder, clien
     check_fields(fields, SCORE)
     first, second = _paired_texts(fields, engine)
     texts = EmbeddedTexts.read(fields, engine, find, client)
-    response_id = f"score-{uuid.uuid4().hex}"
+    response_id = f"score-{secrets.token_hex(16)}"
     requests, scores = await _scored(texts, engine, response_id, first, second)
     writer = ScoresWriter(response_head(response_id, "list", texts.model), scores)
     return ApiRequest(requests, 1, stream=False, writer=writer)
@@ -64,7 +64,7 @@ async def parse_rerank(fields: Fields, engine: Engine, find: AdapterFinder, clie
     top_n = body_fields.TOP_N.read(fields) or len(documents)
     return_documents = body_fields.RETURN_DOCUMENTS.read(fields)
     texts = EmbeddedTexts.read(fields, engine, find, client)
-    response_id = f"rerank-{uuid.uuid4().hex}"
+    response_id = f"rerank-{secrets.token_hex(16)}"
     requests, scores = await _scored(texts, engine, response_id, [NamedPrompt("query", "", query)], documents)
     shown_documents = [document.content for document in documents] if return_documents else None
     writer = RankingWriter({"id": response_id, "model": texts.model}, scores, top_n, shown_documents)

@@ -2,7 +2,7 @@
 
 import json
 import re
-import uuid
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -214,4 +214,4 @@ def _parse_choice(fields: Fields, functions: list[_Function]) -> str | _Function
 
 def new_call_id(tool_format: ToolFormat) -> str:
     """Returns an id for a call, as the model's template takes it."""
-    return tool_format.id_prefix + uuid.uuid4().hex[: tool_format.id_characters]
+    return tool_format.id_prefix + secrets.token_hex(16)[: tool_format.id_characters]

@@ -1,11 +1,14 @@
 """Tests of the summary of a run, with figures computed by hand."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from caraserve.bench.records import RequestRecord, Run
 from caraserve.bench.report.ratios import PairedRatio, paired_ratios, ratios_to_first
 from caraserve.bench.report.summary import SloLimits, Summary, parse_slo, summarize
-from caraserve.bench.report.tables import in_words, paired_table, ratio_table
+from caraserve.bench.report.tables import in_words, paired_table, ratio_table, report_tables
 from caraserve.errors import ConfigError
 
 
@@ -228,3 +231,11 @@ def test_the_table_has_a_line_for_each_further_mode() -> None:
         ("assisted", "1", "1.000 (1.000 to 1.000)"),
         ("auto", "1", "2.000 (2.000 to 2.000)"),
     ]
+
+
+def test_names_of_adapters_are_readable_on_a_terminal_of_80_columns() -> None:
+    names = ("customer-0001", "customer-0002")
+    records = [answered(index, index, (index + 9.1, index + 9.2), model=name) for index, name in enumerate(names)]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(*report_tables([summarize(Run("two", tuple(records), 20.0))]))
+    assert all(f"│ {name} │" in console.export_text(clear=False) for name in names)

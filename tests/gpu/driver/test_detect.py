@@ -13,7 +13,7 @@ from caraserve.gpu.driver import detect
 from caraserve.gpu.driver.detect import DeviceChoice, Gpu, Installed, choose, look
 from tests.gpu.stub_driver import Stub
 
-H200 = Gpu("NVIDIA H200", 90, 13020)
+H200 = Gpu("NVIDIA H200", 90, 13020, 139 << 30)
 FOR_13 = Installed("torch 2.11.0", torch_cuda=13, cupy_cuda=13, triton=True)
 FOR_12 = Installed("torch 2.10.0", torch_cuda=12, cupy_cuda=12, triton=True)
 BARE = Installed("torch 2.13.0+cpu", torch_cuda=None, cupy_cuda=None, triton=False)
@@ -22,8 +22,8 @@ BARE = Installed("torch 2.13.0+cpu", torch_cuda=None, cupy_cuda=None, triton=Fal
 GOOD = [
     (H200, FOR_13),
     (H200, FOR_12),
-    (Gpu("NVIDIA A10", 86, 12040), FOR_12),
-    (Gpu("NVIDIA A100", 80, 14000), FOR_13),
+    (Gpu("NVIDIA A10", 86, 12040, 80 << 30), FOR_12),
+    (Gpu("NVIDIA A100", 80, 14000, 80 << 30), FOR_13),
     (H200, Installed("torch 2.11.0", torch_cuda=13, cupy_cuda=0, triton=True)),
 ]
 
@@ -38,11 +38,11 @@ BAD = [
     (H200, Installed("torch 2.13.0+cpu", None, 13, triton=True),
      "NVIDIA H200 (driver of CUDA 13.2) lacks a torch for CUDA 13 (torch 2.13.0+cpu is built without CUDA): "
      "pip install --force-reinstall 'torch>=2.11,<2.14'"),
-    (Gpu("NVIDIA A10", 86, 12040), FOR_13,
+    (Gpu("NVIDIA A10", 86, 12040, 80 << 30), FOR_13,
      "NVIDIA A10 (driver of CUDA 12.4) lacks a torch for CUDA 12 (torch 2.11.0 is built for CUDA 13) and a CuPy for "
      "CUDA 12: pip install --force-reinstall 'torch>=2.9,<2.11' && pip uninstall -y cupy-cuda13x && "
      "pip install 'caraserve[cuda12]'"),
-    (Gpu("NVIDIA X", 100, 14010), BARE,
+    (Gpu("NVIDIA X", 100, 14010, 80 << 30), BARE,
      "NVIDIA X (driver of CUDA 14.1) lacks a torch for CUDA 13 (torch 2.13.0+cpu is built without CUDA) "
      "and CuPy and Triton: pip install --force-reinstall 'torch>=2.11,<2.14' && pip install 'caraserve[cuda13]'"),
     (H200, replace(FOR_13, lacks_for_c="a C compiler"),
@@ -53,9 +53,9 @@ BAD = [
     (H200, replace(FOR_13, unwritable="/cache/triton cannot be written: Read-only file system"),
      "NVIDIA H200 needs a cache of kernels, and /cache/triton cannot be written: Read-only file system; set "
      "XDG_CACHE_HOME to another folder"),
-    (Gpu("NVIDIA A10", 86, 11080), FOR_12,
+    (Gpu("NVIDIA A10", 86, 11080, 80 << 30), FOR_12,
      "the NVIDIA driver is one of CUDA 11.8, and CUDA 12 is the least; update the driver"),
-    (Gpu("Tesla T4", 75, 13000), FOR_13,
+    (Gpu("Tesla T4", 75, 13000, 80 << 30), FOR_13,
      "Tesla T4 has compute capability 7.5, and 8.0 (A100, A10, RTX 30) is the least"),
 ]  # fmt: skip
 

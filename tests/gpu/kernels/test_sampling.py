@@ -17,7 +17,8 @@ from caraserve.core.batch import SlotSampling
 from caraserve.core.grammar import mask_words
 from caraserve.core.outputs import NOT_FINITE, SAMPLE, SAMPLE_MASKED, SCORE
 from caraserve.core.request import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
-from caraserve.cpu.sampling import SLOT_SAMPLING, choose, uniform, write_sampling
+from caraserve.cpu import sampling as cpu_sampling
+from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.gpu.driver.launch import Launch
 from caraserve.gpu.forward.batch import make_batch
 from caraserve.gpu.forward.decoder import outputs_between
@@ -27,7 +28,11 @@ from caraserve.gpu.memory.pass_shape import Capacity
 from caraserve.gpu.memory.results import Results, result_bytes
 from caraserve.model.dtype import Dtype
 from caraserve.model.families import load_plan
+from tests.cpu.as_python import callable_from_python
 from tests.gpu.emulator import run
+
+choose = callable_from_python(cpu_sampling.choose)
+uniform = callable_from_python(cpu_sampling.uniform)
 
 VOCAB = 700  # several tiles, and not a multiple of one
 GREEDY: dict[str, Any] = {

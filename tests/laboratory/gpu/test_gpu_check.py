@@ -228,7 +228,7 @@ def test_a_later_run_replaces_its_own_stages_and_those_of_an_older_form_alone(tm
 
 def test_results_name_card_driver_commit_and_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CARASERVE_COMMIT", "1949c8b")
-    made = origin(Gpu("NVIDIA H200", 90, 13000))
+    made = origin(Gpu("NVIDIA H200", 90, 13000, 139 << 30))
     assert (made["device"], made["commit"]) == ("NVIDIA H200", "1949c8b")
     assert made["driver"].endswith("CUDA 13.0") or made["driver"].endswith("(CUDA 13.0)")
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", made["date"])
@@ -237,7 +237,7 @@ def test_results_name_card_driver_commit_and_date(monkeypatch: pytest.MonkeyPatc
 def test_without_a_repository_the_commit_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CARASERVE_COMMIT", raising=False)
     monkeypatch.setattr("caraserve.__file__", str(tmp_path / "caraserve/__init__.py"))
-    assert origin(Gpu("any", 90, 13000))["commit"] == "unknown"
+    assert origin(Gpu("any", 90, 13000, 80 << 30))["commit"] == "unknown"
 
 
 def test_the_file_is_named_after_the_device() -> None:

@@ -2,9 +2,25 @@
 
 import { lines, post, reasonOf } from "./api.js";
 
+// Browsers open six connections to a server without HTTP/2: one is left for what the page asks meanwhile.
+const MOST = 5;
+let running = 0;
+const queue = [];  // of functions that let one of those go on that wait for another to end
+
+async function begin() {
+  if (running < MOST) running += 1;
+  else await new Promise(resolve => queue.push(resolve));
+}
+
+function end() {
+  if (queue.length) queue.shift()();
+  else running -= 1;
+}
+
 // Never throws: what goes wrong is noted too. `changed` is called after each event that has a part of the answer, and for a
 // long prompt before those, with how much of it is computed.
 export async function runStep(step, body, signal, changed) {
+  await begin();
   const began = performance.now(), facts = step.facts;
   let first = null, last = null;
   try {
@@ -31,6 +47,7 @@ export async function runStep(step, body, signal, changed) {
     else step.error = reasonOf(error);
   }
   facts.total_ms = performance.now() - began;
+  end();
 }
 
 function noteUsage(facts, usage) {
