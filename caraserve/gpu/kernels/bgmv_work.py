@@ -106,12 +106,24 @@ def most_items(rows: int, max_rank: int, outputs: Sequence[int], dtype: Dtype) -
     return rows * shrink, rows * expand
 
 
+def by_adapter(slots: Ints) -> tuple[NDArray[np.intp], Ints, NDArray[np.intp], NDArray[np.intp]]:
+    """Returns the tokens that have an adapter, ordered by its slot; these slots; and of each of them, where its tokens
+    begin in that order, and their number. `slots`: int32 [tokens]."""
+    order = np.flatnonzero(slots > BASE_ADAPTER_SLOT)
+    found = slots[order]
+    if (found[1:] < found[:-1]).any():  # rows of iterations are in this order already
+        sorting = found.argsort(kind="stable")
+        order, found = order[sorting], found[sorting]
+    begins = np.ones(len(found), bool)
+    np.not_equal(found[1:], found[:-1], out=begins[1:])
+    borders = np.flatnonzero(np.append(begins, True))
+    return order, found[borders[:-1]], borders[:-1], borders[1:] - borders[:-1]
+
+
 def row_groups(row_slots: Ints) -> tuple[list[int], Ints]:
     """Returns the groups' slots and the groups, of up to ROWS rows of one adapter each, int32 [groups, GROUP_WORDS],
     without their rank; base model rows are in none."""
-    order = np.argsort(row_slots, kind="stable")
-    order = order[row_slots[order] > BASE_ADAPTER_SLOT]
-    slots, starts, counts = np.unique(row_slots[order], return_index=True, return_counts=True)
+    order, slots, starts, counts = by_adapter(row_slots)
     blocks = -(-counts // ROWS)
     owner = np.repeat(np.arange(len(slots)), blocks)
     first = ROWS * (np.arange(len(owner)) - np.repeat(np.cumsum(blocks) - blocks, blocks))  # 0, 4, … | 0, 4, …

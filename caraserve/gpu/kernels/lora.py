@@ -23,9 +23,9 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from caraserve.core.batch import BASE_ADAPTER_SLOT
 from caraserve.core.lora_layout import A_COLUMNS, PANEL, RANK_STEP
 from caraserve.cpu.handoff import MOST_SITES
+from caraserve.gpu.kernels.bgmv_work import by_adapter
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import ceil_div
 
@@ -69,15 +69,14 @@ class SiteTables:
 def cut_segments(slots: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Returns order, first, rows and slot of the segments of tokens with adapter `slots`. Base model tokens are in
     none."""
-    order = np.argsort(slots, kind="stable").astype(np.int32)
-    order = order[slots[order] > BASE_ADAPTER_SLOT]
-    adapters, starts, counts = np.unique(slots[order], return_index=True, return_counts=True)
+    order, adapters, starts, counts = by_adapter(slots)
     segments = -(-counts // SEGMENT_ROWS)
     # Each segment's number among those of its adapter: 0, 1, … | 0, 1, …
     number = np.arange(segments.sum()) - np.repeat(np.cumsum(segments) - segments, segments)
     first = np.repeat(starts, segments) + SEGMENT_ROWS * number
     rows = np.minimum(np.repeat(counts, segments) - SEGMENT_ROWS * number, SEGMENT_ROWS)
-    return order, first.astype(np.int32), rows.astype(np.int32), np.repeat(adapters, segments).astype(np.int32)
+    slot = np.repeat(adapters, segments)
+    return order.astype(np.int32), first.astype(np.int32), rows.astype(np.int32), slot
 
 
 def most_segments(tokens: int, adapters: int) -> int:
