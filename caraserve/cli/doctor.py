@@ -195,7 +195,7 @@ def _kernel_cache(folder: Path) -> Finding:
         return Finding("kernel cache", "problem", problem, "set XDG_CACHE_HOME to a folder that can be")
     if has_kernels():
         return Finding("kernel cache", "ok", f"{folder} has kernels of this version; other options may need more")
-    found = f"{folder} has no kernels of this version at this path: the next start compiles them"
+    found = f"{folder} has no kernels of this version: the next start compiles them"
     return Finding("kernel cache", "ok", f"{found}, in about half a minute on an idle machine")
 
 

@@ -21,6 +21,10 @@ from caraserve.cpu.kernel_cache import kernel_folder
 # Numba reads its variables again whenever one has changed, so only settings in the environment last. They must be set
 # before the first use of `entry`, and so before any kernel module is imported.
 os.environ["NUMBA_CACHE_DIR"] = str(kernel_folder())
+# Numba's own locators are for functions outside of this package.
+os.environ["NUMBA_CACHE_LOCATOR_CLASSES"] = (
+    f"{__package__}.cache_locator.SourceCacheLocator, UserProvidedCacheLocator, InTreeCacheLocator"
+)
 # The tiles are explicit vector code, which LLVM's higher levels do not improve, but take a sixth longer to compile. A
 # setting of the user has priority.
 os.environ.setdefault("NUMBA_OPT", "1")

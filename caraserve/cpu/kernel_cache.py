@@ -21,16 +21,7 @@ def kernel_folder() -> Path:
     return cache_folder("kernels") / digest.hexdigest()[:16]
 
 
-def numba_folder() -> Path:
-    """Returns the folder below in which Numba keeps the kernels of this package at this path."""
-    path = _SOURCES.absolute()
-    # The executable is unpacked elsewhere at each start, and its folder has no digest of the path.
-    is_executable = hasattr(sys, "_MEIPASS")
-    digest = "" if is_executable else f"_{hashlib.sha1(str(path).encode()).hexdigest()}"
-    return kernel_folder() / f"{path.name}{digest}"
-
-
 def has_kernels() -> bool:
-    """Returns whether this version of Python has compiled kernels of these sources at this path. For other options
-    other kernels may be needed."""
-    return any(numba_folder().glob(f"*.py{sys.version_info.major}{sys.version_info.minor}*.nbc"))
+    """Returns whether this version of Python has compiled kernels of these sources. For other options other kernels may
+    be needed."""
+    return any(kernel_folder().glob(f"{__package__}/*.py{sys.version_info.major}{sys.version_info.minor}*.nbc"))

@@ -4,7 +4,6 @@ The server starts helpers of its own as `sys.executable -m caraserve.…`. The e
 take that, so it runs such modules itself.
 """
 
-import os
 import runpy
 import sys
 
@@ -26,5 +25,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os.environ["NUMBA_CACHE_LOCATOR_CLASSES"] = "kernel_cache.ExecutableCacheLocator"
     sys.exit(main())

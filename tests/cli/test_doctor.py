@@ -17,7 +17,7 @@ from caraserve.cli import doctor
 from caraserve.cli.doctor import Configs, Finding, MachineFacts, examine
 from caraserve.cli.options import OptionParser
 from caraserve.config import SERVE_CONFIGS
-from caraserve.cpu.kernel_cache import numba_folder
+from caraserve.cpu.kernel_cache import kernel_folder
 from caraserve.gpu.driver.detect import Gpu, Installed
 from caraserve.model.families import load_plan
 from caraserve.util.units import human_bytes
@@ -102,15 +102,15 @@ def test_a_kernel_cache_that_cannot_be_written_is_a_problem(cache: Path) -> None
     assert (finding.state, "XDG_CACHE_HOME" in finding.advice) == ("problem", True)
 
 
-def test_only_kernels_of_this_version_at_this_path_count_as_compiled() -> None:
-    python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    own = numba_folder()
-    for folder in (own.with_name("cpu_of_another_path"), own.parent.with_name("of_another_version") / own.name):
+def test_only_kernels_of_these_sources_count_as_compiled() -> None:
+    def add_kernel(sources: Path) -> None:
+        folder = sources / "caraserve.cpu"
         folder.mkdir(parents=True)
-        (folder / f"attention.attend-1.{python}.1.nbc").touch()
+        (folder / f"attention.attend-1.py{sys.version_info.major}{sys.version_info.minor}.1.nbc").touch()
+
+    add_kernel(kernel_folder().with_name("of_other_sources"))
     assert "has no kernels of this version" in found("kernel cache").found
-    own.mkdir()
-    (own / f"attention.attend-1.{python}.1.nbc").touch()
+    add_kernel(kernel_folder())
     assert "has kernels of this version" in found("kernel cache").found
 
 
