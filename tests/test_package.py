@@ -1,6 +1,7 @@
 """The package says under which licence it is, what it is, and its version wherever that stands."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -35,8 +36,18 @@ def test_the_changelog_begins_with_this_version() -> None:
 
 
 def test_images_have_the_version_as_their_tag() -> None:
-    pages = [text(f"scripts/k8s/{name}") for name in ("Dockerfile", "README.md")]
+    pages = [text(name) for name in ("Dockerfile", "docker-compose.yml", "scripts/k8s/README.md")]
     folder = ROOT / "scripts" / "k8s"
     pages += [path.read_text(encoding="utf-8") for path in folder.rglob("kustomization.yaml")]
     tags = {tag for page in pages for tag in re.findall(r"(?:\bcaraserve:|newTag: )(\d[\w.-]*|latest)", page)}
     assert tags == {caraserve.__version__, f"{caraserve.__version__}-cuda12", f"{caraserve.__version__}-cuda13"}
+
+
+def test_all_files_of_the_package_are_in_a_wheel() -> None:
+    tools = tomllib.loads(text("pyproject.toml"))["tool"]["setuptools"]
+    folders = {path.parent for path in (ROOT / "caraserve").rglob("__init__.py")}
+    packed = {path for folder in folders for path in folder.glob("*.py")}
+    for package, patterns in tools["package-data"].items():
+        packed |= {path for one in patterns for path in (ROOT / package.replace(".", "/")).glob(one)}
+    tracked = subprocess.run(["git", "ls-files", "caraserve"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {ROOT / name for name in tracked.stdout.splitlines()} <= packed

@@ -47,7 +47,10 @@ _MODULES = ("adapter_cache", "batching", "compiled", "events", "fleet", "routing
 
 def _digest() -> str:
     own = [Path(__file__).with_name(f"{name}.py") for name in _MODULES]
-    files = [*own, *(Path(str(module.__file__)) for module in (cost, perf_model, policy_rules, router))]
+    files = [
+        *own,
+        *(Path(str(module.__file__)).with_suffix(".py") for module in (cost, perf_model, policy_rules, router)),
+    ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

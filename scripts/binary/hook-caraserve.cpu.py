@@ -1,3 +1,0 @@
-"""Read by PyInstaller: the sources of these modules become part of the executable, which names its kernels by them."""
-
-module_collection_mode = "pyz+py"
