@@ -90,9 +90,11 @@ class FakeReader:
         self.reads.append(end)
 
     def check(self, image: HostAdapter, done: Callable[[HostAdapter], None]) -> None:
-        digest = image.spec.digest if is_whole(image) else "of other bytes"
-        found = HostAdapter(replace(image.spec, digest=digest), image.data)
-        self.checks.append(lambda: done(found))
+        def end() -> None:
+            digest = image.spec.digest if is_whole(image) else "of other bytes"
+            done(HostAdapter(replace(image.spec, digest=digest), image.data))
+
+        self.checks.append(end)
 
     def close(self) -> None:
         self.executor.shutdown()

@@ -48,7 +48,7 @@ _LINEARS = {
 _SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128}
 _SIZES |= {"num_attention_heads": 32, "num_key_value_heads": 8}
 _TARGETS = [name.rpartition(".")[2] for name in _LINEARS]
-_ADAPTER = {"peft_type": "LORA", "r": _RANK, "lora_alpha": 32, "target_modules": _TARGETS}
+_ADAPTER = {"peft_type": "LORA", "r": _RANK, "lora_alpha": 32}
 _TOKEN = 65
 
 
@@ -75,13 +75,16 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout to measure too")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--adapters", type=int, default=32, help="half are used one by one (default %(default)s)")
+    parser.add_argument(
+        "--targets", type=lambda text: text.split(","), default=_TARGETS, help="modules, as q_proj,v_proj: 14 MB each"
+    )
     parser.add_argument("--folder", type=Path, help="where the adapters are made, 2.7 GB (default: a temporary folder)")
     args = parser.parse_args()
     trees, figures = [_ROOT, *args.tree], []
     names = [field.name.removesuffix("_ms") for field in fields(Figure)]
     print("  ".join(f"{name:>14}" for name in names), flush=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as made:
-        _make_files(Path(made), args.adapters)
+        _make_files(Path(made), args.adapters, args.targets)
         for tree in trees:  # kernels are compiled
             _round(tree, Path(made), 2)
         for number in range(args.rounds):
@@ -103,7 +106,7 @@ def _show(one: Figure, note: str = "") -> None:
 # --- files ---
 
 
-def _make_files(folder: Path, count: int) -> None:
+def _make_files(folder: Path, count: int, targets: Sequence[str]) -> None:
     """Makes a folder of a model without weights, and one of adapters that differ in one value."""
     from caraserve import demo
 
@@ -111,20 +114,23 @@ def _make_files(folder: Path, count: int) -> None:
     shutil.copytree(demo.model_folder(), model, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | _SIZES))
-    data = bytearray(save(_tensors()))
+    fields = json.dumps(_ADAPTER | {"target_modules": targets})
+    data = bytearray(save(_tensors(targets)))
     for number in range(count):
         adapter = folder / "adapters" / f"a{number:02}"
         adapter.mkdir(parents=True)
-        (adapter / "adapter_config.json").write_text(json.dumps(_ADAPTER))
+        (adapter / "adapter_config.json").write_text(fields)
         data[-2:] = number.to_bytes(2, "little")
         (adapter / "adapter_model.safetensors").write_bytes(data)
     os.sync()
 
 
-def _tensors() -> dict[str, Any]:
+def _tensors(targets: Sequence[str]) -> dict[str, Any]:
     draw, tensors = np.random.default_rng(1), {}
     for layer in range(_LAYERS):
         for name, (inputs, outputs) in _LINEARS.items():
+            if name.rpartition(".")[2] not in targets:
+                continue
             prefix = f"base_model.model.model.layers.{layer}.{name}"
             tensors[f"{prefix}.lora_A.weight"] = (draw.random((_RANK, inputs), np.float32) - 0.5).astype(np.float16)
             tensors[f"{prefix}.lora_B.weight"] = (draw.random((outputs, _RANK), np.float32) - 0.5).astype(np.float16)

@@ -1,6 +1,7 @@
 """The digest of an adapter's bytes may be computed beside its first use: no answer ends before it is known, and none
 that was computed with other bytes ends well. On the fake backend of hashes, where other bytes give other tokens."""
 
+import asyncio
 from contextlib import AbstractAsyncContextManager
 
 import pytest
@@ -98,7 +99,30 @@ async def test_after_other_bytes_a_new_request_reads_the_files_again_and_reuses_
     assert (asked.finish.reason, asked.finish.cached_tokens) == ("length", 0)
 
 
-async def test_an_image_whose_digest_is_being_computed_is_not_evicted_nor_shown_to_others(here: EngineHarness) -> None:
+async def test_an_image_whose_digest_is_being_computed_is_not_evicted(here: EngineHarness) -> None:
+    here.reader.is_wrong = lambda: False
+    asked = [here.ask(PROMPT, f"a{number}", max_tokens=2) for number in range(4)]
+    await run(here)
+    assert [bool(one.tokens) for one, _ in asked] == [True, True, True, False], "the host cache has room for three"
+    here.reader.checks.pop(0)()
+    await here.until_done([task for _, task in asked])
+    assert {one.finish.reason for one, _ in asked} == {"length"}
+
+
+async def test_an_adapter_that_is_unloaded_meanwhile_stays_until_its_digest_is_known(here: EngineHarness) -> None:
+    here.reader.is_wrong = lambda: False
+    asked, task = here.ask(PROMPT, "a0", max_tokens=1)
+    await run(here)
+    unload = asyncio.create_task(here.engine.unload_adapter("a0"))
+    await turn()
+    assert not ended(asked)
+    assert not unload.done()
+    here.reader.checks.pop()()
+    await unload
+    assert (await task).finish.reason == "length"
+
+
+async def test_an_image_whose_digest_is_being_computed_is_not_shown_to_others(here: EngineHarness) -> None:
     here.reader.is_wrong = lambda: False
     _, task = here.ask(PROMPT, "a0", max_tokens=1)
     await run(here)
