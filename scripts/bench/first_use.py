@@ -187,11 +187,13 @@ def _server(tree: Path, made: Path, names: Sequence[str], cache: str) -> Iterato
         cwd=tree,
     ) as process:
         try:
-            port = _port(process)
-            yield port, 1000 * (time.monotonic() - began_s)
+            port, ready_s = _port(process), time.monotonic()
+            assert process.stdout is not None
+            threading.Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would stop the server
+            yield port, 1000 * (ready_s - began_s)
         finally:
             process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=60)
+            process.wait(timeout=60)
 
 
 def _port(process: "subprocess.Popen[bytes]") -> int:
