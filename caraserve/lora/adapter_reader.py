@@ -1,10 +1,13 @@
 """Reads adapters from where they are: a folder, an upload under way, other instances."""
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count, pairwise
 from pathlib import Path
+from threading import Lock
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,6 +23,7 @@ from caraserve.lora.folder_contents import stamp
 from caraserve.lora.image_filler import ImageFiller
 from caraserve.lora.image_writer import TensorLayout
 from caraserve.lora.inspections import Inspection, Inspections, full_stamp
+from caraserve.lora.manifest import chunk_ends, identified
 from caraserve.lora.peft import inspect_adapter, read_adapter, specify, with_digest
 from caraserve.lora.writers import peft_adapter
 from caraserve.model.base_tensors import BaseTensors
@@ -56,9 +60,9 @@ class AdapterReader:
         self._on_read: Callable[[str, AdapterFolder, str], None] = lambda digest, folder, stamp: None
         self._plan, self.on_loop, self._base, self._dtype = plan, on_loop, base, dtype
         cores = len(os.sched_getaffinity(0))
-        readers = max(_LEAST_READERS, cores // _CORES_OF_READER)
-        self.executor = ThreadPoolExecutor(readers, "caraserve-read")
-        self._checkers = ThreadPoolExecutor(readers, "caraserve-check", initializer=yield_to_event_loop)
+        self._readers = max(_LEAST_READERS, cores // _CORES_OF_READER)
+        self.executor = ThreadPoolExecutor(self._readers, "caraserve-read")
+        self._checkers = ThreadPoolExecutor(self._readers, "caraserve-check", initializer=yield_to_event_loop)
         self._inspections = inspections or Inspections()
         self._filler = ImageFiller(copy, min(_MOST_HELPERS, cores // _CORES_OF_HELPER))
         # The last error of each unusable folder: each is logged once.
@@ -173,16 +177,18 @@ class AdapterReader:
         return image
 
     def check(self, image: HostAdapter, done: Callable[[HostAdapter], None]) -> None:
-        """Computes the digest of an image's bytes on another thread, and calls `done` on the event loop with the image
+        """Computes the digest of an image's bytes on other threads, and calls `done` on the event loop with the image
         as it is."""
 
-        def work() -> None:
-            found = with_digest(image)
+        def hashed(hashes: Sequence[bytes]) -> None:
+            found = HostAdapter(identified(image.spec, hashes), image.data)
             if found.spec.digest != image.spec.digest:
                 self._inspections.forget(image.spec.digest)
             self.on_loop(lambda: done(found))
 
-        self._checkers.submit(work)
+        check = _Check(image, hashed)
+        for _ in range(self._readers):
+            self._checkers.submit(check.run)
 
     def refuse(self, error: CaraServeError, done: Done) -> None:
         """Calls `done` with an error, as `read` does: not before it has returned."""
@@ -194,6 +200,27 @@ class AdapterReader:
         self._filler.close()
         self._checkers.shutdown(wait=True, cancel_futures=True)
         self._inspections.close()
+
+
+class _Check:
+    """Computes the hashes of an image's chunks with all threads that call `run`."""
+
+    def __init__(self, image: HostAdapter, done: Callable[[Sequence[bytes]], None]) -> None:
+        """`done`: called on the thread that computes the last hash."""
+        self._data, self._done, self._lock = image.data.data, done, Lock()
+        self._chunks = [*pairwise((0, *chunk_ends(image.spec.layer_ends)))]
+        self._hashes, self._left, self._numbers = [b""] * len(self._chunks), len(self._chunks), count()
+
+    def run(self) -> None:
+        """Returns when no chunk is left to begin with."""
+        while (number := next(self._numbers)) < len(self._chunks):
+            start, end = self._chunks[number]
+            self._hashes[number] = hashlib.sha256(self._data[start:end]).digest()
+            with self._lock:
+                self._left -= 1
+                is_last = self._left == 0
+            if is_last:
+                self._done(self._hashes)
 
 
 def log_notes(name: str, notes: Sequence[str]) -> None:
