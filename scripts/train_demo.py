@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -173,7 +173,7 @@ def train_adapter(base: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, 
     )
     model = get_peft_model(base, config)
     learn(model, tokenizer, ADAPTER_COURSE, partial(lesson, STYLES[recipe.name]), recipe.name)
-    save_adapter(model, recipe, folder)
+    save_adapter(model, folder, demo.BASE_NAME, recipe.modules, recipe.dtype)
 
 
 def learn(model: nn.Module, tokenizer: Tokenizer, course: Course, source: Source, name: str) -> None:
@@ -225,18 +225,19 @@ def block(tokenizer: Tokenizer, source: Source, random: Random) -> tuple[list[in
     return ids[:BLOCK_TOKENS], labels[:BLOCK_TOKENS]
 
 
-def save_adapter(model: PeftModel, recipe: Recipe, folder: Path) -> None:
-    """Writes a PEFT folder: weights in the recipe's dtype, and a config without paths of this machine."""
+def save_adapter(model: PeftModel, folder: Path, base_name: str, modules: Sequence[str], dtype: torch.dtype) -> None:
+    """Writes a PEFT folder: weights in `dtype`, and a config without paths of this machine."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {key: value.to(recipe.dtype) for key, value in get_peft_model_state_dict(model).items()}
+    trained = get_peft_model_state_dict(model, save_embedding_layers=False)
+    weights = {key: value.to(dtype) for key, value in trained.items()}
     save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
     config = model.active_peft_config
     config.inference_mode = True
-    config.base_model_name_or_path = demo.BASE_NAME
+    config.base_model_name_or_path = base_name
     config.save_pretrained(str(folder))
     # PEFT keeps the modules in a set, whose order changes from run to run.
     path = folder / "adapter_config.json"
-    write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"target_modules": list(recipe.modules)})
+    write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"target_modules": list(modules)})
 
 
 def write_json(path: Path, value: object) -> None:

@@ -31,7 +31,7 @@ LAYERS = (
     *("bench", "http", "cluster"),
     *("loop", "profiling", "engine", "lora", "kv", "tokenizer"),
     *("backend_factory", "gpu", "cpu"),
-    *("telemetry", "core", "model", "config", "demo", "errors", "util"),
+    *("telemetry", "core", "model", "demo", "config", "errors", "util"),
 )
 
 # Folders of the laboratory, likewise.

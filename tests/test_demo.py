@@ -72,7 +72,8 @@ def test_every_adapter_is_complete() -> None:
 
 
 def test_the_demo_is_small_enough_for_a_package() -> None:
-    assert sum(path.stat().st_size for path in demo.demo_folder().rglob("*") if path.is_file()) <= 8_000_000
+    folders = (demo.model_folder(), demo.adapters_folder())
+    assert sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()) <= 8_000_000
 
 
 def test_an_installed_package_holds_every_file() -> None:

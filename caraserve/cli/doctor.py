@@ -20,6 +20,7 @@ from caraserve.backend_factory import check_options, dtype_of
 from caraserve.cli.memory_need import MemoryNeed
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.cpu.kernel_cache import has_kernels
+from caraserve.demo import with_demo
 from caraserve.errors import CaraServeError, ConfigError, ModelLoadError
 from caraserve.gpu.driver.detect import Gpu, Installed, choose, installed, look
 from caraserve.http.access.api_keys import ApiKeys
@@ -34,7 +35,6 @@ from caraserve.model.families import load_plan
 from caraserve.model.opened_file import TensorFileError
 from caraserve.model.plan import DecoderPlan
 from caraserve.profiling.apply import check_profile
-from caraserve.serve import with_demo
 from caraserve.serve_cluster import check_cluster
 from caraserve.start_checks import (
     adapter_folders,

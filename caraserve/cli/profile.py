@@ -13,10 +13,10 @@ from caraserve.bench.report.plots import INK, can_draw, line_style, new_figure, 
 from caraserve.bench.report.tables import NONE, TextTable, to_rich
 from caraserve.config import EngineConfig, LoraConfig, ModelConfig
 from caraserve.core.machine_profile import Profile, default_path
+from caraserve.demo import with_demo
 from caraserve.errors import ConfigError
 from caraserve.model.families import load_plan
 from caraserve.profiling.apply import make_profile
-from caraserve.serve import with_demo
 from caraserve.telemetry.progress import terminal_bar
 
 log = logging.getLogger(__name__)

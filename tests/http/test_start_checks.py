@@ -25,7 +25,7 @@ from caraserve.http.app import make_app, start_http
 from caraserve.http.server import bind
 from caraserve.http.tls_files import TlsFiles, first_context
 from caraserve.model.families import load_plan
-from caraserve.serve import _announce, with_demo
+from caraserve.serve import _announce
 from caraserve.start_checks import check_paths, client_tls, exposure, upload_root
 from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.log_lines import logged
@@ -120,7 +120,7 @@ def test_a_folder_that_takes_uploads_must_be_writable() -> None:
 
 
 def demo_configs(*words: str) -> LoraConfig:
-    return with_demo(*OptionParser((ModelConfig, LoraConfig)).parse_args(words).configs)[1]
+    return demo.with_demo(*OptionParser((ModelConfig, LoraConfig)).parse_args(words).configs)[1]
 
 
 def test_uploads_to_the_demo_go_to_the_users_folder_and_not_to_the_package(
