@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import MAX_RANK, MAX_ROWS, PANEL, AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.cpu.jit import entry
+from caraserve.cpu.memory_order import keep_order
 from caraserve.cpu.simd import store_release
 from caraserve.cpu.structs import LORA_ENTRY, LOST
 from caraserve.cpu.weight_memory import HUGE_PAGE_BYTES, huge_pages
@@ -51,8 +52,15 @@ class CpuImage:
     def computable_layers(self, *, assist: bool) -> int:
         """Returns how many first layers can be computed without waiting for the host cache. `assist`: CPU workers read
         the host's copy, so layers that are still being copied to the device count too."""
-        on_device = int(self.arrived[0])
+        on_device = self.on_device
         return self.in_host if assist or on_device == LOST else on_device
+
+    @property
+    def on_device(self) -> int:
+        """How many layers are in `data`, or LOST; their weights may be read then."""
+        layers = int(self.arrived[0])
+        keep_order()
+        return layers
 
     @property
     def first_layer(self) -> int:
@@ -107,7 +115,7 @@ class DeviceAdapters:
 
     def is_arriving(self, slot: int) -> bool:
         """Returns whether layers of the adapter in a bound slot have not arrived yet."""
-        return int(self._images[slot].arrived[0]) != self._layers
+        return self._images[slot].on_device != self._layers
 
     def image(self, slot: int) -> CpuImage:
         """Returns the image in a bound slot."""

@@ -18,7 +18,7 @@ from caraserve.errors import ConfigError
 from caraserve.util.memory import memory_file
 from caraserve.util.units import align_up, human_bytes
 
-PAGE_BYTES = 4096
+PAGE_BYTES = mmap.PAGESIZE  # 4 KiB on x86-64, up to 64 KiB on aarch64
 
 
 class SharedRegion:

@@ -23,6 +23,7 @@ from numba.extending import intrinsic, models, register_model
 
 LANES = 16
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
+_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 
 def _x86_cpu_has(feature: str) -> bool:
@@ -413,12 +414,16 @@ def fetch_add(typing_context, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def spin_pause(typing_context):  # type: ignore[no-untyped-def]
-    """Emits x86's pause instruction for spin waits; elsewhere nothing."""
+    """Emits the instruction for spin waits of x86, or of Arm."""
 
     def codegen(context, b, signature, arguments):  # type: ignore[no-untyped-def]
         if _X86:
             pause = cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause")
             b.call(pause, [])
+        elif _ARM:
+            kind = ir.FunctionType(ir.VoidType(), [I32])
+            hint = cgutils.get_or_insert_function(b.module, kind, "llvm.aarch64.hint")
+            b.call(hint, [I32(1)])  # yield
         return context.get_dummy_value()
 
     return types.void(), codegen

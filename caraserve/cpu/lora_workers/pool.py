@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.cpu.handoff import ASLEEP, DONE, ENDED_NS, INCARNATION, PROGRESS, REQUEST, STARTED_NS
+from caraserve.cpu.memory_order import keep_order
 from caraserve.cpu.shared_memory import SharedRegion
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,14 @@ class _Worker:
     progress_s: float = 0.0
 
     def word(self, at: int) -> int:
-        return int(self.words[at // 8])
+        value = int(self.words[at // 8])
+        keep_order()
+        return value
+
+    def set_incarnation(self, number: int) -> None:
+        """Says which process serves hand-offs from now on; 0: none."""
+        keep_order()
+        self.words[INCARNATION // 8] = number
 
     @property
     def is_busy(self) -> bool:
@@ -155,7 +163,7 @@ class WorkerPool:
         if self._thread is not None:
             self._thread.join()
         for worker in self._workers:
-            worker.words[INCARNATION // 8] = 0
+            worker.set_incarnation(0)
             self._kill(worker)
             if worker.pidfd is not None:
                 _await_readable(worker.pidfd)
@@ -246,12 +254,12 @@ class WorkerPool:
         worker.progress, worker.progress_s = worker.word(PROGRESS), time.monotonic()
         worker.before = worker.word(REQUEST)  # no hand-off can name this process yet
         self._incarnations += 1
-        worker.words[INCARNATION // 8] = self._incarnations
+        worker.set_incarnation(self._incarnations)
         with self.changed:
             self.changed.notify_all()
 
     def _on_worker_exit(self, worker: _Worker) -> None:
-        worker.words[INCARNATION // 8] = 0  # first: a caller may be waiting for it
+        worker.set_incarnation(0)  # first: a caller may be waiting for it
         assert worker.pidfd is not None
         self._selector.unregister(worker.pidfd)
         os.close(worker.pidfd)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.cpu.handoff import COUNTER_SPENT_NS
+from caraserve.cpu.memory_order import keep_order
 from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.gpu.driver.api import WORD_BYTES
 
@@ -17,17 +18,20 @@ _LINE_BYTES = 64
 
 class RegionWords:
     """The words of a region, which the device can read and write, by their offset. Loads and stores of aligned words
-    are atomic on every machine that CUDA runs on, and on x86 they are seen in order."""
+    are atomic on every machine that CUDA runs on."""
 
     def __init__(self, region: SharedRegion) -> None:
         self._words: NDArray[np.uint32] = region.bytes.view(np.uint32)
 
     def load(self, offset: int) -> int:
         """Reads a word (acquire): later reads are at least as new."""
-        return int(self._words[offset // WORD_BYTES])
+        value = int(self._words[offset // WORD_BYTES])
+        keep_order()
+        return value
 
     def store(self, offset: int, value: int) -> None:
         """Writes a word (release): earlier writes are visible first."""
+        keep_order()
         self._words[offset // WORD_BYTES] = value
 
 
