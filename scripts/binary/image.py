@@ -2,7 +2,7 @@
 
 `python -m scripts.binary.image make FOLDER` carries out the COPY and RUN lines of the Dockerfile's first stage, which
 make /opt/caraserve, with the environment of this Python. `… run FOLDER [ARGUMENTS]` starts the ENTRYPOINT with the
-image's variables; as root without any capability, and with all but its volumes and /tmp read-only.
+image's variables; where mounts are allowed, without any capability, and with all but its volumes and /tmp read-only.
 """
 
 import glob
@@ -103,13 +103,25 @@ def run(folder: Path, arguments: list[str]) -> None:
     volumes = {volume: kept[os.path.dirname(volume)] / Path(volume).name for volume in parsed(last["VOLUME"])}
     for path in volumes.values():
         path.mkdir(parents=True, exist_ok=True)
+    pairs = " ".join(f"{volume}={shlex.quote(str(path))}" for volume, path in volumes.items())
+    contained = ["unshare", "--mount", "sh", "-euc", _CONTAINED, "sh", pairs]
+    if can_run([*contained, "true"]):
+        command = [*contained, *command]
+    else:  # not root, or in a container that may not mount
+        print("image: no mounts are allowed here, so all files can be written", file=sys.stderr)
+        variables |= {name: str(kept[variables[name]]) for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME")}
     # In an image, modules have been translated.
     variables["PYTHONPYCACHEPREFIX"] = f"{variables['XDG_CACHE_HOME']}/caraserve/translated"
-    if os.geteuid() == 0:
-        pairs = " ".join(f"{volume}={shlex.quote(str(path))}" for volume, path in volumes.items())
-        command = ["unshare", "--mount", "sh", "-euc", _CONTAINED, "sh", pairs, *command]
     os.chdir("/")
     os.execvpe(command[0], command, variables)
+
+
+def can_run(command: list[str]) -> bool:
+    """Returns whether a command succeeds."""
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
 
 
 def parsed(text: str) -> list[str]:
