@@ -74,6 +74,7 @@ def served(*arguments: str) -> Iterator[Server]:
             line = process.stdout.readline()
             assert line, f"the server ended with {process.wait()}: {lines}"
             lines.append(line)
+        killer.cancel()
         found = READY.search("".join(lines))
         assert found is not None
         yield Server(process, found[1], lines)
