@@ -37,9 +37,10 @@ class Answer(NamedTuple):
 @contextlib.contextmanager
 def started(folder: Path, adapters: Mapping[str, Path], *options: str) -> Iterator[Server]:
     """Starts a server as the page does, with these adapters, and makes `folder` the current one."""
+    kept = folder / "smollm2"
     for name, path in adapters.items():
-        shutil.copytree(path, folder / "adapters" / name)
-    files = ("--adapters-dir", str(folder / "adapters"), "--registry", str(folder / "registry.db"))
+        shutil.copytree(path, kept / "adapters" / name)
+    files = ("--adapters-dir", str(kept / "adapters"), "--registry", str(kept / "registry.db"))
     # Outside of the folder: a package of another path would have its kernels compiled anew.
     with served(*options, *files, "--allow-runtime-lora-updating") as server, contextlib.chdir(folder):
         yield server

@@ -132,7 +132,10 @@ def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
     except (OSError, RuntimeError, ValueError):  # the name is too long, a loop of links, or not text
         raise missing from None
     if not any(map(is_allowed, places)):
-        raise AdapterRejected(f"lora_path lies outside {outside}, from where adapters may be loaded", param="lora_path")
+        raise AdapterRejected(
+            f"lora_path lies outside {outside}, from where adapters may be loaded; --allow-adapter-path allows more",
+            param="lora_path",
+        )
     if folder is None:
         raise missing
     for name in (CONFIG_NAME, TENSORS_NAME, *files_of(folder), *TEMPLATE_TEXTS):
