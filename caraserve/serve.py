@@ -129,7 +129,7 @@ async def build_engine(
     check_paths(model_config, lora_config)
     check_names(model_config, lora_config, names)
     check_profile(lora_config, for_routing=has_peers)
-    registry = Registry(lora_config.registry)
+    registry = Registry(lora_config.registry, model_digest(folder, model_config.load_format))
     stack.callback(registry.close)
     trace = None if engine_config.trace is None else Trace(engine_config.trace)
     if trace is not None:

@@ -29,5 +29,5 @@ def test_it_runs_the_modules_of_helpers_and_no_others() -> None:
 def test_every_helper_of_the_server_is_started_as_a_module_of_the_package() -> None:
     sources = [path for path in (ROOT / "caraserve").rglob("*.py") if "bench" not in path.parts]
     starts = [one for path in sources for one in re.findall(r"sys\.executable,\s*([^\n]+)", path.read_text())]
-    assert len(starts) == 5
+    assert len(starts) == 6
     assert all(start.startswith('"-m", ') or start == '"-m",' for start in starts)

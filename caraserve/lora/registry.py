@@ -43,6 +43,8 @@ CREATE TABLE IF NOT EXISTS setting_times (
 """
 # What the adapters' files say beside their matrices; for the same reason in a table of its own.
 _FACTS = "CREATE TABLE IF NOT EXISTS adapter_facts (name TEXT PRIMARY KEY, facts TEXT NOT NULL) WITHOUT ROWID"
+# With which base model each adapter was inspected: with another one, it is inspected again.
+_BASES = "CREATE TABLE IF NOT EXISTS adapter_bases (name TEXT PRIMARY KEY, base TEXT NOT NULL) WITHOUT ROWID"
 _COLUMNS = "name, digest, path, rank, targets, num_bytes, created_s, stamp, state"
 _WAIT_FOR_LOCK_S = 1.0
 _TARGET = re.compile(r"[A-Za-z0-9_]{1,100}")
@@ -93,15 +95,16 @@ class Setting:
 
 
 class Registry:
-    """Names → `AdapterInfo`. `path` None keeps it in memory only. Thread-safe.
+    """Names → `AdapterInfo`. `path` None keeps it in memory only; `base` identifies the base model. Thread-safe.
 
     The file is locked while it is open, because changes by another instance would not reach the copy in memory. Its
     rows are checked like any input: `complaints` names those that are left out, and why.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, base: str = "any") -> None:
         """Raises ConfigError when the file cannot be used."""
         self.complaints: list[str] = []
+        self._base = base
         self._lock = threading.Lock()
         self._where = str(path) if path else "in memory"
         try:
@@ -112,6 +115,7 @@ class Registry:
                 self._prepare()
                 rows = self._connection.execute(f"SELECT {_COLUMNS} FROM adapters").fetchall()
                 self._facts = self._read_facts()
+                self._bases = dict(self._connection.execute("SELECT name, base FROM adapter_bases"))
                 self._infos = self._read(rows)
                 self._settings = self._read_settings()
             except BaseException:
@@ -125,8 +129,9 @@ class Registry:
         return self._infos.get(name)
 
     def knows_facts(self, name: str) -> bool:
-        """Whether the facts of an adapter are known: an earlier version of the server has not written them."""
-        return name in self._facts
+        """Whether the facts of an adapter are known. Otherwise it has to be inspected: an earlier version of the server
+        has not written them, or it was served with another base model."""
+        return name in self._facts and self._bases.get(name) == self._base
 
     def all(self) -> list[AdapterInfo]:
         """Returns all adapters, oldest first."""
@@ -141,19 +146,25 @@ class Registry:
         infos = list(infos)
         statement = f"INSERT OR REPLACE INTO adapters ({_COLUMNS}) VALUES (:{_COLUMNS.replace(', ', ', :')})"
         rows = [asdict(info) | {"targets": json.dumps(info.targets), "facts": info.facts.text} for info in infos]
+        bases = {info.name: "" if info.state == "missing" else self._base for info in infos}
         with self._lock:
-            self._write((statement, rows), ("INSERT OR REPLACE INTO adapter_facts VALUES (:name, :facts)", rows))
+            self._write(
+                (statement, rows),
+                ("INSERT OR REPLACE INTO adapter_facts VALUES (:name, :facts)", rows),
+                ("INSERT OR REPLACE INTO adapter_bases VALUES (?, ?)", list(bases.items())),
+            )
             self._infos |= {info.name: info for info in infos}
             self._facts |= {info.name: info.facts for info in infos}
+            self._bases |= bases
 
     def remove(self, name: str) -> None:
         """Removes the adapter of a name, if there is one."""
+        tables = ("adapters", "adapter_facts", "adapter_bases")
         with self._lock:
-            self._write(
-                *((f"DELETE FROM {table} WHERE name = ?", [(name,)]) for table in ("adapters", "adapter_facts"))
-            )
+            self._write(*((f"DELETE FROM {table} WHERE name = ?", [(name,)]) for table in tables))
             self._infos.pop(name, None)
             self._facts.pop(name, None)
+            self._bases.pop(name, None)
 
     def settings(self) -> list[Setting]:
         """Returns all settings of known kinds, removed ones included; their users check the text of each."""
@@ -244,6 +255,7 @@ class Registry:
         elif version != _SCHEMA_VERSION:
             raise self._unusable(f"it belongs to another program or another version of this one (schema {version})")
         execute(_FACTS)
+        execute(_BASES)
         execute(_SETTINGS)
         execute(_SETTING_TIMES)
         oldest_ms = int((time.time() - TOMBSTONE_S) * 1000)

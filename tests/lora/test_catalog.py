@@ -34,8 +34,9 @@ from caraserve.lora.peft import inspect_adapter
 from caraserve.lora.registry import AdapterInfo, Registry
 from caraserve.lora.served_base import ANY_BASE, ServedBase
 from caraserve.lora.start_policy import StartPolicy
+from caraserve.model.families import plan_of
 from tests.fake_backend import FakeBackend
-from tests.lora.folders import SPEC, write_adapter
+from tests.lora.folders import FIELDS, SPEC, write_adapter
 
 _MIB = 1 << 20
 _LIMITS = Limits(
@@ -160,6 +161,25 @@ def test_adapters_of_earlier_runs_are_registered_again_from_allowed_folders(
         assert names == []
         assert str(adapters_dir / "good") in complaint
         assert "--allow-adapter-path" in complaint
+
+
+def test_adapters_of_another_base_model_are_left_out_until_it_is_served_again(
+    adapters_dir: Path, reader: AdapterReader, tmp_path: Path
+) -> None:
+    given, other = {"good": adapters_dir / "good"}, plan_of(FIELDS | {"hidden_size": 128})
+
+    def start(base: str, reader: AdapterReader, modules: dict[str, Path]) -> tuple[list[str], list[str]]:
+        with closing(Registry(tmp_path / "registry.db", base)) as registry:
+            made = catalog(registry, reader, adapters_dir)
+            complaints = made.add_at_start(modules.items(), lambda: None, found=modules)
+            return complaints, [info.name for info in made.all()]
+
+    assert start("one", reader, given) == ([], ["good"])
+    with closing(AdapterReader(other, lambda call: call())) as others:
+        for modules in (given, {}, given, {}):  # found in the folder, and remembered
+            complaints, names = start("another", others, modules)
+            assert ("shape" in complaints[0], names) == (True, []), complaints
+    assert start("one", reader, {}) == ([], ["good"])
 
 
 def test_a_row_with_another_adapters_path_is_not_trusted(
