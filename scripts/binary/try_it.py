@@ -1,8 +1,8 @@
 """Starts what scripts/build_binary makes in an empty environment and asks it what needs each of its parts.
 
 try_it.py image FOLDER CACHE tries the wheel in the folder of the image; try_it.py executable FILE CACHE tries the
-executable, prints its size, and how long it takes to be ready, the first time without kernels of CPU workers. Both keep
-kernels in the folder CACHE, where the second finds those of the first.
+executable, prints its size, and how long it takes to be ready. Both keep kernels in the folder CACHE, where the second
+finds those of the first.
 """
 
 import json
@@ -124,7 +124,7 @@ def try_image(folder: Path, cache: Path) -> None:
     with program.served() as (url, seconds):
         try_page(url)
         try_chat(url)
-    print(f"wheel of {version}: ready in {seconds:.0f} s without kernels")
+    print(f"wheel of {version}: ready in {seconds:.0f} s")
 
 
 def try_executable(file: Path, cache: Path) -> None:
