@@ -229,7 +229,11 @@ def _built_for(cuda: int | None) -> str:
 
 
 def _configured(machine: MachineFacts, configs: Configs) -> Iterator[Finding]:
-    model, lora = with_demo(configs.model, configs.lora)
+    try:
+        model, lora = with_demo(configs.model, configs.lora)
+    except CaraServeError as error:  # the demo's model cannot be downloaded
+        yield Finding("model", "problem", error.message)
+        return
     device = _device(machine, configs.engine.device)
     room_bytes = min(machine.free_bytes, machine.limit_bytes or machine.free_bytes) if device == "cpu" else None
     yield _checked("address", lambda: _address(configs.http, configs.cluster))

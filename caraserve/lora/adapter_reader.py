@@ -5,6 +5,8 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 from threading import Lock
@@ -186,9 +188,18 @@ class AdapterReader:
                 self._inspections.forget(image.spec.digest)
             self.on_loop(lambda: done(found))
 
-        check = _Check(image, hashed)
-        for _ in range(self._readers):
-            self._checkers.submit(check.run)
+        def failed() -> None:  # no digest is that of any adapter
+            self.on_loop(lambda: done(HostAdapter(replace(image.spec, digest=""), image.data)))
+
+        check = _Check(image, hashed, failed)
+
+        def spread() -> None:  # not on the event loop: each start of a thread waits for the interpreter lock
+            for _ in range(self._readers - 1):
+                self._checkers.submit(check.run)
+            check.run()
+
+        with suppress(RuntimeError):  # the reader is closed: no answer is waited for
+            self._checkers.submit(spread)
 
     def refuse(self, error: CaraServeError, done: Done) -> None:
         """Calls `done` with an error, as `read` does: not before it has returned."""
@@ -205,14 +216,25 @@ class AdapterReader:
 class _Check:
     """Computes the hashes of an image's chunks with all threads that call `run`."""
 
-    def __init__(self, image: HostAdapter, done: Callable[[Sequence[bytes]], None]) -> None:
-        """`done`: called on the thread that computes the last hash."""
-        self._data, self._done, self._lock = image.data.data, done, Lock()
+    def __init__(self, image: HostAdapter, done: Callable[[Sequence[bytes]], None], failed: Callable[[], None]) -> None:
+        """`done`: called on the thread that computes the last hash; `failed`: in its place after an error."""
+        self._data, self._done, self._failed, self._lock = image.data.data, done, failed, Lock()
+        self._has_failed = False
         self._chunks = [*pairwise((0, *chunk_ends(image.spec.layer_ends)))]
         self._hashes, self._left, self._numbers = [b""] * len(self._chunks), len(self._chunks), count()
 
     def run(self) -> None:
         """Returns when no chunk is left to begin with."""
+        try:
+            self._hash()
+        except Exception:
+            log.exception("the digest of an adapter's bytes could not be computed")
+            with self._lock:
+                is_first, self._has_failed = not self._has_failed, True
+            if is_first:
+                self._failed()
+
+    def _hash(self) -> None:
         while (number := next(self._numbers)) < len(self._chunks):
             start, end = self._chunks[number]
             self._hashes[number] = hashlib.sha256(self._data[start:end]).digest()

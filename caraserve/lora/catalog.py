@@ -335,16 +335,14 @@ class Catalog:
         known = self._registry.get(name)
         if known is None or (known.path, known.stamp) != (os.path.realpath(path), self._reader.stamp(path)):
             return None
+        if known.state == UNLOADED and was_found:  # also if it has to be inspected again
+            self._unloaded[name] = known.stamp
+            raise AdapterRejected(_STAYS_UNLOADED)
         if not self._registry.knows_facts(name):
             return None
         if (refusal := self._refusal(known.rank, known.num_bytes, known.facts.trained_on)) is not None:
             raise refusal
-        if known.state != UNLOADED:
-            return known
-        if was_found:
-            self._unloaded[name] = known.stamp
-            raise AdapterRejected(_STAYS_UNLOADED)
-        return replace(known, state="active")
+        return known if known.state != UNLOADED else replace(known, state="active")
 
     def _is_unloaded(self, info: AdapterInfo, given: Collection[str]) -> bool:
         """Whether a row of the registry says only that a folder stays unloaded; removes it if the folder has gone or
@@ -401,7 +399,8 @@ class Catalog:
             if not self._registry.knows_facts(info.name):
                 inspected, notes = self._inspect(info.name, AdapterFolder(folder))
                 log_notes(info.name, notes)
-                info = replace(info, facts=inspected.facts)
+                info = replace(inspected, created_s=info.created_s)
+                self._registry.put(info)
             if (refusal := self._refusal(info.rank, info.num_bytes, info.facts.trained_on)) is not None:
                 raise refusal
         except CaraServeError as error:

@@ -42,8 +42,6 @@ _LOCAL_TYPES = {
     "bcachefs": 0xCA451A4E,
     "tmpfs": 0x01021994,
     "overlay": 0x794C7630,
-    "squashfs": 0x73717368,
-    "erofs": 0xE0F5E1E2,
 }
 _STATFS_BYTES = 256  # more than the structure has, whose first word is the type
 _SETTLED_NS = 100_000_000  # times of files have steps of up to 10 ms: a second write may leave them as they are
@@ -62,17 +60,18 @@ _DAY_S = 86_400
 
 
 def _code_digest() -> str:
-    """Returns a digest of the code that inspects adapters, in 10 ms: other code may find something else."""
-    digest = hashlib.sha256(__version__.encode())  # an executable has no sources
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(source.read_bytes())
+    """Returns a digest of the code that inspects adapters, in some 20 ms: other code may find something else."""
+    digest, package = hashlib.sha256(__version__.encode()), Path(__file__).parent.parent
+    for part in ("core", "lora", "model"):
+        for source in sorted((package / part).rglob("*.py")):
+            digest.update(source.read_bytes())
     return digest.hexdigest()
 
 
 def full_stamp(folder: Path) -> str:
-    """Returns the inodes, sizes and times of the files with an adapter's configuration and tensors, which any write
-    changes, also one that sets the time of the last write back. Empty if that is not certain: a file is missing, was
-    written within the last 0.1 s, or is on a network."""
+    """Returns the devices, inodes, sizes and times of the files with an adapter's configuration and tensors, which any
+    write changes, also one that sets the time of the last write back. Empty if that is not certain: a file is missing,
+    was written within the last 0.1 s, or is on a network."""
     now_ns, parts = time.time_ns(), list[str]()
     for name in files_of(folder):
         try:
@@ -82,7 +81,7 @@ def full_stamp(folder: Path) -> str:
         changed_ns = max(found.st_mtime_ns, found.st_ctime_ns)
         if changed_ns > now_ns - _SETTLED_NS or not _is_local(folder / name):
             return ""
-        parts.append(f"{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{found.st_ctime_ns}")
+        parts.append(f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{found.st_ctime_ns}")
     return ",".join(parts)
 
 

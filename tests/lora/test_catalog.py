@@ -180,6 +180,8 @@ def test_adapters_of_another_base_model_are_left_out_until_it_is_served_again(
             complaints, names = start("another", others, modules)
             assert ("shape" in complaints[0], names) == (True, []), complaints
     assert start("one", reader, {}) == ([], ["good"])
+    with closing(Registry(tmp_path / "registry.db", "one")) as registry:  # it was inspected and is known again
+        assert (registry.knows_facts("good"), registry.all()[0].state) == (True, "active")
 
 
 def test_a_row_with_another_adapters_path_is_not_trusted(
@@ -214,8 +216,8 @@ def test_an_unloaded_folder_stays_unloaded_over_restarts_until_its_files_change_
     with closing(Registry(tmp_path / "r.db")) as registry:
         made, _ = start(given, {})
         asyncio.run(made.unload("good"))
-    for _ in range(2):
-        with closing(Registry(tmp_path / "r.db")) as registry:
+    for base in ("any", "another", "any"):
+        with closing(Registry(tmp_path / "r.db", base)) as registry:
             made, (complaint,) = start(given, {})
             assert made.all() == []
             assert f"{str(given['good'])!r} in --adapters-dir is left out: it was unloaded or deleted" in complaint

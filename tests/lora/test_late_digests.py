@@ -77,6 +77,16 @@ def test_the_digest_of_unchanged_files_is_computed_after_the_read(disk: Disk, fo
     assert checked.data is first.data
 
 
+def test_an_image_whose_digest_cannot_be_computed_counts_as_other_bytes(
+    disk: Disk, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(adapter_reader, "identified", fail)
+    assert disk.checked(disk.image(folder)).spec.digest == ""
+
+
 def test_a_folder_that_was_not_inspected_is_known_from_its_first_read_on(disk: Disk, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path)
     assert disk.image(folder).is_checked

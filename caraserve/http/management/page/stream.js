@@ -7,9 +7,21 @@ const MOST = 5;
 let running = 0;
 const queue = [];  // of functions that let one of those go on that wait for another to end
 
-async function begin() {
-  if (running < MOST) running += 1;
-  else await new Promise(resolve => queue.push(resolve));
+// Waits until fewer than MOST answers arrive. Throws if `signal` is aborted before.
+async function begin(signal) {
+  if (running < MOST) {
+    running += 1;
+    return;
+  }
+  await new Promise((resolve, reject) => {
+    queue.push(resolve);
+    signal.addEventListener("abort", () => {
+      const at = queue.indexOf(resolve);
+      if (at === -1) return;
+      queue.splice(at, 1);
+      reject(signal.reason);
+    }, { once: true });
+  });
 }
 
 function end() {
@@ -20,10 +32,12 @@ function end() {
 // Never throws: what goes wrong is noted too. `changed` is called after each event that has a part of the answer, and for a
 // long prompt before those, with how much of it is computed.
 export async function runStep(step, body, signal, changed) {
-  await begin();
-  const began = performance.now(), facts = step.facts;
-  let first = null, last = null;
+  const facts = step.facts;
+  let began = performance.now(), first = null, last = null, hasBegun = false;
   try {
+    await begin(signal);
+    hasBegun = true;
+    began = performance.now();
     const answer = await post(step.sent.path, { ...body, stream: true, stream_options: { include_usage: true } }, signal);
     facts.instance = answer.headers.get("x-caraserve-instance") ?? undefined;
     facts.version = answer.headers.get("x-caraserve-adapter") ?? undefined;
@@ -45,9 +59,10 @@ export async function runStep(step, body, signal, changed) {
   } catch (error) {
     if (signal.aborted) step.finish = "stopped";
     else step.error = reasonOf(error);
+  } finally {
+    if (hasBegun) end();
   }
   facts.total_ms = performance.now() - began;
-  end();
 }
 
 function noteUsage(facts, usage) {
