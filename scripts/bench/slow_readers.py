@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 from caraserve.bench.servers import OwnServer, own_server
 
+_PROFILE = Path(__file__).resolve().parents[2] / "tests" / "profile.json"  # a clock cannot be measured
 _CLOCK_SERVER = Path(__file__).with_name("clock_server.py")
 _TOKENS = 200
 _BODY = json.dumps(
@@ -140,6 +141,7 @@ async def _run(streams: int, seconds: float, decode_ms: float, folder: str) -> i
         "--num-speculative-tokens",
         "0",
     ]
+    options += ["--profile", str(_PROFILE)]
     options += ["--max-connections", str(4 * streams), "--no-log-requests"]
     async with own_server(options, asyncio.Event(), caraserve=clock, join=_take_first_core) as server:
         os.sched_setaffinity(0, _CORES[1:] or _CORES)
