@@ -99,7 +99,7 @@ def test_the_proxies_of_the_checklist_close_idle_connections_before_the_server_a
 
 
 def test_the_reference_of_options_is_what_the_options_say() -> None:
-    """`python -m scripts.options_page` writes it anew."""
+    """`python -m scripts.options_page` writes the page."""
     assert text_of(options_page.PAGE) == options_page.options_page()
 
 

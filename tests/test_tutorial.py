@@ -41,7 +41,7 @@ def started(folder: Path, adapters: Mapping[str, Path], *options: str) -> Iterat
     for name, path in adapters.items():
         shutil.copytree(path, kept / "adapters" / name)
     files = ("--adapters-dir", str(kept / "adapters"), "--registry", str(kept / "registry.db"))
-    # Outside of the folder: a package of another path would have its kernels compiled anew.
+    # Outside of the folder: a package of another path would have its kernels compiled again.
     with served(*options, *files, "--allow-runtime-lora-updating") as server, contextlib.chdir(folder):
         yield server
 

@@ -261,7 +261,7 @@ def _in_memory() -> sqlite3.Connection:
 
 
 def _prepared(name: str) -> sqlite3.Connection:
-    """Opens a file. One of another version of this program begins anew."""
+    """Opens a file. Removes all rows from one of another version of this program."""
     connection = sqlite3.connect(name, timeout=_WAIT_FOR_LOCK_S, check_same_thread=False, isolation_level=None)
     try:
         execute = connection.execute

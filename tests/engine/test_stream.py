@@ -55,8 +55,14 @@ async def test_text_is_written_past_the_reader_until_it_cannot_be_and_comes_in_o
     assert await anext(stream) == TokenDelta("bc", (3, 4))
     stream.put_text("d", (5,))  # the reader may not have sent the text before it yet
     assert await anext(stream) == TokenDelta("d", (5,))
-    reading = asyncio.create_task(gathered(stream))
-    await asyncio.sleep(0)
+    begins = asyncio.Event()
+
+    async def read_on() -> None:
+        begins.set()
+        await gathered(stream)
+
+    reading = asyncio.create_task(read_on())
+    await begins.wait()
     stream.put_text("e", (6,))
     assert written == ["a2", "e1"]
     stream.put(TokenDelta("", (), finish=FINISH))

@@ -126,7 +126,7 @@ def test_a_folder_that_cannot_be_made_or_is_on_a_network_costs_one_line(
     assert len(caplog.records) == 2
 
 
-def test_a_file_of_another_version_begins_anew(path: Path) -> None:
+def test_a_file_of_another_version_loses_its_rows(path: Path) -> None:
     with closing(sqlite3.connect(path)) as file:
         file.executescript("DROP TABLE inspections; CREATE TABLE inspections (a TEXT); PRAGMA user_version = 99")
     with closing(Inspections(path)) as known:
